@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from shoal.core import Address
 from shoal.transport.frames import HEADER, MAGIC
-from shoal.transport.networks.network import Network
+from shoal.transport.network.sockets import Network
 from shoal.transport.trust.certificates import AUTHORITY_NAME, VALID_BEFORE_S, Authority
 from shoal.transport.trust.secret import SwarmSecret
 

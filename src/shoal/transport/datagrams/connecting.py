@@ -11,7 +11,7 @@ from shoal.transport.datagrams.hub import DatagramHub
 from shoal.transport.datagrams.outcomes import no_welcome
 from shoal.transport.datagrams.pending import State
 from shoal.transport.datagrams.ports import Port
-from shoal.transport.networks.sockets import unreachable
+from shoal.transport.network.sockets import unreachable
 
 
 class ConnectingHub(DatagramHub):

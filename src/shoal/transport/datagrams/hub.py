@@ -25,7 +25,7 @@ from shoal.transport.datagrams.sessions import Session, Stats
 from shoal.transport.datagrams.waiting import Alarms, Line
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.networks.network import Network
+from shoal.transport.network.sockets import Network
 from shoal.transport.routes import Routes
 
 if TYPE_CHECKING:

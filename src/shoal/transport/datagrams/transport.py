@@ -30,7 +30,7 @@ from shoal.transport.datagrams.pending import PendingCall, State
 from shoal.transport.frames import Mode
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
-from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.payloads import byte_views, encode_head
 from shoal.transport.routes import Routes
 from shoal.transport.trust.membership import Membership, check_may_listen

@@ -47,7 +47,7 @@ from shoal.transport.frames import (
 )
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.networks.carrier import release, sending_directly
+from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.routes import Routes
 from shoal.transport.streams.assembly import Arrivals
 from shoal.transport.streams.calling import Calling, ConnectionRetired

@@ -14,7 +14,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 from shoal.core import Peer, ProtocolError, ShoalError, StandingScope, UsageError
-from shoal.transport.networks.network import Accepted
+from shoal.transport.network.sockets import Accepted
 from shoal.transport.streams.connection import Connection
 from shoal.transport.trust.tls import explain
 

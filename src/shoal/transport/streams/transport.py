@@ -28,8 +28,7 @@ from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel, Transport
-from shoal.transport.networks.network import Accepted, Listener, Network, SocketNetwork
-from shoal.transport.networks.sockets import no_answer, unreachable
+from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
 from shoal.transport.routes import Routes
 from shoal.transport.streams.calling import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel

@@ -21,12 +21,11 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.transport import Reply, StreamTransport
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript
-from shoal.transport.conditions.profiles import Profile
-from shoal.transport.networks.network import SocketNetwork
-from shoal.transport.networks.shaping import ShapedNetwork, shaped
-from shoal.transport.networks.tunnel import Tunnel
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript
+from shoal.transport.network.profiles import Profile
+from shoal.transport.network.shaped import ShapedNetwork, Tunnel, shaped
+from shoal.transport.network.sockets import SocketNetwork
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 from transport.wire import LOOPBACK, open_descriptors, soon, until

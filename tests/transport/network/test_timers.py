@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shoal.transport.networks.timers import PreciseTimers
+from shoal.transport.network.shaped import PreciseTimers
 
 LOOPS = pytest.mark.parametrize("run", ["uvloop", "asyncio"], indirect=True)
 

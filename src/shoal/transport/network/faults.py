@@ -15,9 +15,9 @@ from typing import Annotated, ClassVar, Self
 import msgspec
 
 from shoal.core import Address
-from shoal.transport.conditions import documents
-from shoal.transport.conditions.distributions import Draws, NotNegative, Positive, digest_of
-from shoal.transport.conditions.profiles import Probability, is_pattern, patterns_of
+from shoal.transport.network import documents
+from shoal.transport.network.distributions import Draws, NotNegative, Positive, digest_of
+from shoal.transport.network.profiles import Probability, is_pattern, patterns_of
 
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]

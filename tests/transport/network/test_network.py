@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.transport.networks.network import SocketNetwork
+from shoal.transport.network.sockets import SocketNetwork
 from transport.wire import LOOPBACK, until
 
 

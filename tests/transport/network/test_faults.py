@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.transport.conditions.faults import FaultScript, Schedule
+from shoal.transport.network.faults import FaultScript, Schedule
 
 A, B, C = (Address("10.0.0.1", port) for port in (1, 2, 3))
 

@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from shoal.core.loop import new_event_loop
-from shoal.transport.networks import carrier
-from shoal.transport.networks.carrier import DirectSender, release, sending_directly
+from shoal.transport.network import sockets as carrier
+from shoal.transport.network.sockets import DirectSender, release, sending_directly
 from transport.wire import open_descriptors
 
 pytest.importorskip("uvloop")

@@ -14,8 +14,8 @@ from typing import Annotated, Self
 import msgspec
 
 from shoal.core import Address, UsageError
-from shoal.transport.conditions import documents
-from shoal.transport.conditions.distributions import Delay, NotNegative, Positive
+from shoal.transport.network import documents
+from shoal.transport.network.distributions import Delay, NotNegative, Positive
 
 PRESETS = ("lan", "wan", "home", "three-continents")
 
@@ -76,7 +76,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def load(cls, name_or_path: str | Path) -> Self:
         """A preset by its name, or a TOML file."""
         if str(name_or_path) in PRESETS:
-            folder = resources.files("shoal.transport.conditions") / "presets"
+            folder = resources.files("shoal.transport.network") / "presets"
             return cls.parse((folder / f"{name_or_path}.toml").read_text("utf-8"), f"preset {name_or_path}")
         path = Path(name_or_path)
         if path.suffix != ".toml" and not path.exists():

@@ -1,6 +1,7 @@
 """Delay distributions: their statistics, their limits, and numbers that are the same everywhere."""
 
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import msgspec
 import pytest
 
-from shoal.transport.conditions.distributions import (
+from shoal.transport.network.distributions import (
     Constant,
     Draws,
     Exponential,
@@ -119,12 +120,13 @@ def test_draws_depend_on_seed_and_names_only():
 
     assert len({first(0, "a", "b")[0], first(1, "a", "b")[0], first(0, "b", "a")[0], first(0, "ab")[0]}) == 4
     assert digest_of(0, "a", "bc") != digest_of(0, "ab", "c")
-    program = (
-        "from shoal.transport.conditions.distributions import Draws; print(Draws(0, 'a', 'b').uniform())"
-    )
+    program = "from shoal.transport.network.distributions import Draws; print(Draws(0, 'a', 'b').uniform())"
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     ]

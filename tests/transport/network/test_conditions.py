@@ -16,10 +16,10 @@ import pytest
 from shoal.core import Address, Deadline, ManualClock, Peer, PeerError, UsageError
 from shoal.core.virtual import run_virtual
 from shoal.transport import Reply, StreamTransport
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import AnyFault, FaultScript
-from shoal.transport.conditions.profiles import PRESETS, Place, Profile, Way
-from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import AnyFault, FaultScript
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.profiles import PRESETS, Place, Profile, Way
 
 A, B, C = (Address("10.0.0.1", port) for port in (1, 2, 3))
 NAMES = "[peers]\na = '10.0.0.1:1'\nb = '10.0.0.1:2'\nc = '10.0.0.1:3'\n[[fault]]\n"
@@ -126,9 +126,9 @@ PROGRAM = """
 import hashlib
 from shoal.core import Address
 from shoal.core.virtual import VirtualLoop
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import AnyFault, FaultScript
-from shoal.transport.conditions.profiles import PRESETS, Place, Profile, Way
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import AnyFault, FaultScript
+from shoal.transport.network.profiles import PRESETS, Place, Profile, Way
 script = FaultScript.parse('''
 [[fault]]
 kind = "drop"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shoal.core.virtual import run_virtual
-from shoal.transport.networks.pipes import IDEAL_LINK, Passage, Pipe, corrupted
+from shoal.transport.network.pipes import IDEAL_LINK, Passage, Pipe, corrupted
 
 
 class FakeLink:

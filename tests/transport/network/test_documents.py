@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.core import UsageError
-from shoal.transport.conditions import documents
+from shoal.transport.network import documents
 
 
 class Leaf(msgspec.Struct, tag_field="kind", tag="leaf", forbid_unknown_fields=True):

@@ -9,11 +9,11 @@ import pytest
 
 from shoal.core import Address, Deadline, DeadlineExceeded, Peer, PeerLost, PeerUnreachable, Scope, ShoalError
 from shoal.core.virtual import run_virtual
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript
-from shoal.transport.conditions.profiles import Profile
 from shoal.transport.messages import Reply
-from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.profiles import Profile
 from shoal.transport.streams.transport import StreamTransport
 
 

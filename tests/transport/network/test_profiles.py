@@ -1,5 +1,6 @@
 """Profiles: presets that say sensible things, rules that find their peers, refusals that help."""
 
+import os
 import statistics
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from importlib import resources
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.transport.conditions.distributions import Draws, Normal, Recorded, sampler_of
-from shoal.transport.conditions.profiles import PRESETS, Between, Place, Profile, Way, Ways, is_pattern
+from shoal.transport.network.distributions import Draws, Normal, Recorded, sampler_of
+from shoal.transport.network.profiles import PRESETS, Between, Place, Profile, Way, Ways, is_pattern
 
 HERE, THERE = Address("10.0.0.1", 1), Address("10.0.0.2", 2)
 
@@ -61,7 +62,7 @@ def test_presets(name, least_ms, most_ms):
 
 
 def test_every_preset_is_a_file_of_the_package_and_the_other_way_round():
-    folder = resources.files("shoal.transport.conditions") / "presets"
+    folder = resources.files("shoal.transport.network") / "presets"
     assert sorted(file.name for file in folder.iterdir()) == sorted(f"{name}.toml" for name in PRESETS)
 
 
@@ -108,12 +109,15 @@ def test_peers_that_nobody_names_are_spread_the_same_way_in_every_process():
     places = [Profile.load("three-continents").place_of(peer) for peer in peers]
     assert all(70 < places.count(place) < 130 for place in ("europe", "america", "asia"))
     program = (
-        "from shoal.core import Address; from shoal.transport.conditions.profiles import Profile;"
+        "from shoal.core import Address; from shoal.transport.network.profiles import Profile;"
         "p = Profile.load('three-continents');"
         "print([p.place_of(Address('10.0.0.1', port)) for port in range(1000, 1300)])"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONHASHSEED": "3"}, capture_output=True, check=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "3"},
+        capture_output=True,
+        check=True,
     )
     assert answer.stdout.decode().strip() == str(places)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shoal.transport.conditions.distributions import Draws, Exponential, Normal
-from shoal.transport.conditions.lines import LEAST_RETRANSMISSION_S, DownLine, UpLine, WayLink
-from shoal.transport.conditions.profiles import Way
+from shoal.transport.network.distributions import Draws, Exponential, Normal
+from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, UpLine, WayLink
+from shoal.transport.network.profiles import Way
 
 
 def link(up=None, down=None, seed=0, **way):

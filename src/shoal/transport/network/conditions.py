@@ -12,11 +12,17 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from shoal.core import Address, Clock, UsageError
-from shoal.transport.conditions.distributions import Draws
-from shoal.transport.conditions.faults import Event, FaultScript, Kill, Schedule, Skew, Slow
-from shoal.transport.conditions.faulty_links import Effects, FaultyLink, effects_on
-from shoal.transport.conditions.lines import DownLine, UpLine, WayLink
-from shoal.transport.conditions.profiles import Profile, Way
+from shoal.transport.network.distributions import Draws
+from shoal.transport.network.faults import (
+    Event,
+    FaultScript,
+    Kill,
+    Schedule,
+    Skew,
+    Slow,
+)
+from shoal.transport.network.links import DownLine, Effects, FaultyLink, UpLine, WayLink, effects_on
+from shoal.transport.network.profiles import Profile, Way
 
 _NOBODY: tuple[str | None, ...] = ()
 _ANY = Address("any", 0)
