@@ -1,7 +1,7 @@
 import random
 import threading
 
-from shoal.transport.budget import ByteBudget
+from shoal.transport.limits import ByteBudget
 
 
 def test_takes_and_gives_back():

@@ -12,8 +12,7 @@ from shoal.transport.network.profiles import Profile
 from shoal.transport.network.shaped import ShapedNetwork, shaped
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.membership import Access, Membership
 from shoal.transport.trust.secret import SwarmSecret
 
 __all__ = [

@@ -29,9 +29,8 @@ from shoal.core import (
 from shoal.core.untrusted import visible_line
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
-from shoal.transport.limits import KIB, MIB
+from shoal.transport.limits import KIB, MIB, RateLimiter
 from shoal.transport.messages import Head, Reply
-from shoal.transport.shares import Shares
 
 if TYPE_CHECKING:
     from shoal.transport.endpoint import Endpoint
@@ -114,7 +113,7 @@ class Introductions:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._dial_backs = Shares(1 / _EVERY_S, _BURST)
+        self._dial_backs = RateLimiter(1 / _EVERY_S, _BURST)
         self._num_dialing = 0
         self._block: memoryview | None = None
 

@@ -3,8 +3,8 @@
 import logging
 
 from shoal.core import Address, ManualClock, Peer
-from shoal.transport.complaints import Complaints
 from shoal.transport.datagrams.grievances import Grievances
+from shoal.transport.limits import Complaints
 
 
 def test_each_host_and_reason_is_said_once_in_ten_minutes(caplog):

@@ -6,8 +6,8 @@ import types
 import pytest
 
 from shoal.core import Address, Deadline, Peer, PeerBusy, Scope
-from shoal.transport.budget import ByteBudget
 from shoal.transport.datagrams.handlers import Handlers, ServedCall
+from shoal.transport.limits import ByteBudget
 from shoal.transport.messages import Head, Reply
 
 PEER = Peer(Address("127.0.0.1", 1))

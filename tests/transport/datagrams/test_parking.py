@@ -8,7 +8,7 @@ import pytest
 from shoal.core import Address, Deadline, Peer, PeerId, PeerRefused
 from shoal.transport import Head, Reply
 from shoal.transport.datagrams.parking import KEPT_S, MAX_PARKED, MAX_PARKED_BYTES, PARKED, Parking
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Routes
 from transport.lossy import run_virtual
 
 ALICE, BOB = PeerId(b"a" * 20), PeerId(b"b" * 20)

@@ -1,8 +1,7 @@
 import pytest
 
 from shoal.core import ProtocolError
-from shoal.transport.streams.assembly import Arrivals, Assembly
-from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.streams.decoder import Arrivals, Assembly, FrameDecoder
 
 
 def views(*sizes):

@@ -1,5 +1,5 @@
 from shoal.transport.limits import Limits
-from shoal.transport.streams.watch import Patience, Watch
+from shoal.transport.streams.connection import Patience, Watch
 
 
 def looks(patience, seconds, num_bytes=lambda second: 0, is_expected=True):

@@ -21,7 +21,7 @@ from shoal.transport.frames import encode
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.ports import Port
-    from shoal.transport.trust.access import Access
+    from shoal.transport.trust.membership import Access
 
 MAX_CLOCK_GAP_S = 300.0
 """A hello older or newer than this is refused: it may be a recorded one."""

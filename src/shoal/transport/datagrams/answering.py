@@ -31,19 +31,20 @@ from shoal.transport.datagrams.packets import (
 from shoal.transport.datagrams.parking import Parking
 from shoal.transport.datagrams.ports import Hub
 from shoal.transport.datagrams.sessions import Session, peer_at
-from shoal.transport.errors import to_wire
-from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
+from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import (
+from shoal.transport.messages import (
     EMPTY_REPLY,
+    Head,
+    Reply,
+    Route,
+    Routes,
     byte_views,
     checked_reply,
     encode_head,
     release,
 )
-from shoal.transport.routes import Route, Routes
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.ports import Port

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Head
-from shoal.transport.payloads import fitting_views
-from shoal.transport.routes import Route
+from shoal.transport.messages import Head, Route, fitting_views
 
 
 def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:

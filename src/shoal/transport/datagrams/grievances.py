@@ -7,7 +7,7 @@ import math
 import re
 
 from shoal.core import Clock, Peer
-from shoal.transport.complaints import Complaints
+from shoal.transport.limits import Complaints
 
 _MAX_REMEMBERED = 1024
 _AGAIN_S = 600.0

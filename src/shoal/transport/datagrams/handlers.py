@@ -10,10 +10,8 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core import DeadlineExceeded, PeerBusy, Scope, UsageError
-from shoal.transport.budget import ByteBudget
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import release
-from shoal.transport.routes import Route
+from shoal.transport.limits import ByteBudget
+from shoal.transport.messages import Head, Reply, Route, release
 
 LATER = "try again later."
 

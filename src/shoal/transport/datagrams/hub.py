@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.core import Address, Peer, PeerId, Scope, StandingScope
-from shoal.transport.budget import ByteBudget
-from shoal.transport.complaints import Complaints
 from shoal.transport.datagrams.answering import Answerer
 from shoal.transport.datagrams.asking import Asker
 from shoal.transport.datagrams.crowds import make_room, shed
@@ -23,10 +21,10 @@ from shoal.transport.datagrams.pending import State
 from shoal.transport.datagrams.ports import Port
 from shoal.transport.datagrams.sessions import Session, Stats
 from shoal.transport.datagrams.waiting import Alarms, Line
-from shoal.transport.limits import Limits
+from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
+from shoal.transport.messages import Routes
 from shoal.transport.network.sockets import Network
-from shoal.transport.routes import Routes
 
 if TYPE_CHECKING:
     from shoal.transport.trust.membership import Membership

@@ -31,10 +31,8 @@ from shoal.transport.datagrams.packets import (
 )
 from shoal.transport.datagrams.pending import PendingCall, State
 from shoal.transport.datagrams.sealing import TOKEN_BYTES
-from shoal.transport.errors import from_wire
-from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import fitting_views
+from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, from_wire
+from shoal.transport.messages import Head, Reply, fitting_views
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.asking import Asker

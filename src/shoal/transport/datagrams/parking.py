@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from shoal.core import PeerId, PeerRefused
 from shoal.transport.limits import MIB
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import release
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Head, Reply, Routes, release
 
 PARKED = "shoal.parked"
 """The method over which an answer is taken."""

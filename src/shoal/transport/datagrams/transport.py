@@ -21,18 +21,26 @@ from shoal.core import (
     PeerLost,
     UsageError,
 )
-from shoal.transport.budget import ByteBudget
 from shoal.transport.datagrams.connecting import ConnectingHub
 from shoal.transport.datagrams.outcomes import AskOverStream
 from shoal.transport.datagrams.packets import MAX_FRAME_BYTES
 from shoal.transport.datagrams.parking import PARKED
 from shoal.transport.datagrams.pending import PendingCall, State
 from shoal.transport.frames import Mode
-from shoal.transport.limits import Limits
-from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
+from shoal.transport.limits import ByteBudget, Limits
+from shoal.transport.messages import (
+    Allocate,
+    Channel,
+    Head,
+    Reply,
+    Routes,
+    Serve,
+    ServeChannel,
+    Transport,
+    byte_views,
+    encode_head,
+)
 from shoal.transport.network.sockets import Network, SocketNetwork
-from shoal.transport.payloads import byte_views, encode_head
-from shoal.transport.routes import Routes
 from shoal.transport.trust.membership import Membership, check_may_listen
 
 if TYPE_CHECKING:

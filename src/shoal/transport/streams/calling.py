@@ -20,7 +20,6 @@ from shoal.core import (
     ShoalError,
 )
 from shoal.core.scope import settle
-from shoal.transport.errors import from_wire
 from shoal.transport.frames import (
     INLINE_BYTES,
     UNREADABLE,
@@ -29,9 +28,9 @@ from shoal.transport.frames import (
     MessageHead,
     Mode,
     decode_payload,
+    from_wire,
 )
-from shoal.transport.messages import Allocate, Head, Reply
-from shoal.transport.payloads import byte_views, encode_head, fitting_views
+from shoal.transport.messages import Allocate, Head, Reply, byte_views, encode_head, fitting_views
 
 if TYPE_CHECKING:
     from shoal.transport.streams.channel import StreamChannel

@@ -20,8 +20,7 @@ from shoal.transport.frames import (
     decode_payload,
     encode,
 )
-from shoal.transport.messages import Reply
-from shoal.transport.payloads import byte_views, encode_head
+from shoal.transport.messages import Reply, byte_views, encode_head
 
 if TYPE_CHECKING:
     from shoal.transport.streams.connection import Connection

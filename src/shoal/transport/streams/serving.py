@@ -23,7 +23,6 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
-from shoal.transport.errors import to_wire
 from shoal.transport.frames import (
     EAGER_BYTES,
     UNREADABLE,
@@ -33,17 +32,19 @@ from shoal.transport.frames import (
     RequestHead,
     decode_payload,
     encode,
+    to_wire,
 )
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import (
+from shoal.transport.messages import (
     EMPTY_REPLY,
+    Head,
+    Reply,
+    Route,
     byte_views,
     checked_reply,
     encode_head,
     fitting_views,
     release,
 )
-from shoal.transport.routes import Route
 from shoal.transport.streams.calling import TIMER_S
 from shoal.transport.streams.channel import StreamChannel
 
@@ -80,7 +81,7 @@ class Serving:
 
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
-        self._clock = connection.host.clock
+        self._clock = connection.shard.clock
         self._calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
