@@ -109,7 +109,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Introductions:
-    """The handlers of one endpoint."""
+    """Answers the methods of this file for one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -118,7 +118,7 @@ class Introductions:
         self._block: memoryview | None = None
 
     def about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Who this is."""
+        """Tell who this is, and how the caller looks from here."""
         endpoint, caller = self._endpoint, head.payload
         software = f", shoal {caller.software}" if caller.software else ""
         way = f" over {caller.way.upper()}" if caller.way in WAYS else ""
@@ -180,7 +180,7 @@ class Introductions:
         """Take bytes and drop them."""
 
     def source(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Answer with bytes."""
+        """Answer with as many bytes as were asked for."""
         whole, rest = divmod(head.payload.size_bytes, _BLOCK_BYTES)
         self._block = block = self._block or memoryview(self._endpoint.network.random.randbytes(_BLOCK_BYTES))
         return Reply(None, [block] * whole + ([block[:rest]] if rest else []))

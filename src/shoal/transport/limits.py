@@ -100,7 +100,7 @@ class ByteBudget:
             self._used_bytes += size_bytes
             return True
 
-    def stand_in_line(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
+    def join_queue(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
         """Wait for bytes; whoever gives some back calls `when_granted` once these are taken."""
         with self._lock:
             self._waiting[ticket] = (size_bytes, when_granted)
@@ -108,8 +108,8 @@ class ByteBudget:
         for grant in granted:
             grant()
 
-    def leave(self, ticket: object) -> bool:
-        """Step out of the line; False when it was not (or no longer) in it and so holds its bytes."""
+    def leave_queue(self, ticket: object) -> bool:
+        """Stop waiting; False when it did not wait (any more) and so holds its bytes."""
         with self._lock:
             was_waiting = self._waiting.pop(ticket, None) is not None
             granted = self._grant()

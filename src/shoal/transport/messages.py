@@ -39,7 +39,7 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """All buffers together."""
+        """The bytes of all buffers together."""
         return sum(self.sizes)
 
 
@@ -151,7 +151,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method's handler."""
+    """The handler of one method, and how its payload is read."""
 
     serve: Serve | None
     serve_channel: ServeChannel | None

@@ -280,21 +280,21 @@ def test_a_pause_of_which_nobody_knows_the_end():
 def test_kill():
     made, loop = conditions(NAMES + "kind = 'kill'\nat_s = 1\npeer = 'a'")
     link = made.link(B, A)
-    mourned = []
-    made.on_kill(A, lambda: mourned.append("a"))
-    made.on_kill(B, lambda: mourned.append("b"))
-    forget = made.on_kill(A, lambda: mourned.append("never"))
+    killed = []
+    made.on_kill(A, lambda: killed.append("a"))
+    made.on_kill(B, lambda: killed.append("b"))
+    forget = made.on_kill(A, lambda: killed.append("never"))
     forget()
     assert link.carry_datagram(loop.time(), 1)
     loop.run_until(2)
-    assert mourned == ["a"]
+    assert killed == ["a"]
     assert made.is_dead(A)
     assert not made.is_dead(B)
     assert link.carry_datagram(loop.time(), 1) == ()
     assert made.link(A, B).carry_datagram(loop.time(), 1) == ()
     assert delay_ms(link, loop) == pytest.approx(10)  # what the operating system says of the end
-    made.on_kill(A, lambda: mourned.append("late"))
-    assert mourned == ["a", "late"]
+    made.on_kill(A, lambda: killed.append("late"))
+    assert killed == ["a", "late"]
 
 
 def test_slow():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shoal.transport.network.shaped import PreciseTimers
+from shoal.transport.network.pipes import PreciseTimers
 
 LOOPS = pytest.mark.parametrize("run", ["uvloop", "asyncio"], indirect=True)
 

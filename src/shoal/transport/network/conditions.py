@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal, TypeVar
 
 from shoal.core import Address, Clock, UsageError
 from shoal.transport.network.distributions import Draws
@@ -22,30 +22,12 @@ from shoal.transport.network.faults import (
     Slow,
 )
 from shoal.transport.network.links import DownLine, Effects, FaultyLink, UpLine, WayLink, effects_on
+from shoal.transport.network.pipes import Loop, Timer, nothing
 from shoal.transport.network.profiles import Profile, Way
 
 _NOBODY: tuple[str | None, ...] = ()
 _ANY = Address("any", 0)
-
-
-class Timers(Protocol):
-    """The part of an event loop that a script needs."""
-
-    def time(self) -> float:
-        """The loop's clock."""
-
-    def is_closed(self) -> bool:
-        """Whether its run is over."""
-
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Timer:
-        """Have it called then."""
-
-
-class Timer(Protocol):
-    """What a loop gives for a call that is to come."""
-
-    def cancel(self) -> None:
-        """Do not call."""
+T = TypeVar("T")
 
 
 class Conditions:
@@ -69,8 +51,8 @@ class Conditions:
         self._up: dict[Address, UpLine | None] = {}
         self._down: dict[Address, DownLine | None] = {}
         self._subscribers: dict[object, Callable[[], None]] = {}
-        self._mourners: dict[object, tuple[Address, Callable[[], None]]] = {}
-        self._loop: Timers | None = None
+        self._on_kill: dict[object, tuple[Address, Callable[[], None]]] = {}
+        self._loop: Loop | None = None
         self._started_s = 0.0
         self._step = 0
         self._timer: Timer | None = None
@@ -79,7 +61,7 @@ class Conditions:
 
     # --- time ---
 
-    def start(self, loop: Timers | None = None) -> None:
+    def start(self, loop: Loop | None = None) -> None:
         """Let the script's time begin, on the running loop or another; again: nothing.
 
         A network that is used without this begins with its first link. UsageError for a second run: lines
@@ -94,7 +76,7 @@ class Conditions:
             self.next_change_s = self._started_s + self._schedule.next_change_s
             self._turn()
 
-    def _check_run(self, loop: Timers | None) -> None:
+    def _check_run(self, loop: Loop | None) -> None:
         began = self._loop
         is_another = loop is None and asyncio.get_running_loop() is not began
         if is_another or (began is not None and began.is_closed()):
@@ -139,7 +121,7 @@ class Conditions:
             self._timer = self._loop.call_at(self.next_change_s, self._turn, self.next_change_s)
         if self._has_news:
             self._has_news = False
-            for address, callback in tuple(self._mourners.values()):
+            for address, callback in tuple(self._on_kill.values()):
                 if self.is_dead(address):
                     callback()
             for callback in tuple(self._subscribers.values()):
@@ -147,28 +129,16 @@ class Conditions:
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have it called on the loop whenever other faults hold; returns how to stop that."""
-        token = object()
-        self._subscribers[token] = callback
-
-        def stop() -> None:
-            self._subscribers.pop(token, None)
-
-        return stop
+        return _register(self._subscribers, callback)
 
     # --- peers ---
 
     def on_kill(self, address: Address, callback: Callable[[], None]) -> Callable[[], None]:
         """Have it called when this peer is killed, at once if it is dead; returns how to stop that."""
-        token = object()
         if self.is_dead(address):
             callback()
-        else:
-            self._mourners[token] = (address, callback)
-
-        def stop() -> None:
-            self._mourners.pop(token, None)
-
-        return stop
+            return nothing
+        return _register(self._on_kill, (address, callback))
 
     def is_dead(self, address: Address) -> bool:
         """Whether the script has killed this peer."""
@@ -279,6 +249,17 @@ class Conditions:
     def effects_on(self, source: Address | None, target: Address | None) -> Effects:
         """What the script does now to a link, or, of a peer whose other side is not known, to its line."""
         return effects_on(self._events(), self._names(source), self._names(target), self._started_s)
+
+
+def _register(table: dict[object, T], entry: T) -> Callable[[], None]:
+    """Add an entry to a table; returns how to take it out again."""
+    token = object()
+    table[token] = entry
+
+    def stop() -> None:
+        table.pop(token, None)
+
+    return stop
 
 
 class _SkewedClock:

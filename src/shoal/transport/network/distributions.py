@@ -137,7 +137,7 @@ class Draws:
         self._block: list[int] = []
 
     def uniform(self) -> float:
-        """The next number."""
+        """Draw the next number."""
         block = self._block
         if not block:
             digest = hashlib.blake2b(self._key + self._count.to_bytes(8, "little")).digest()

@@ -154,7 +154,7 @@ class FaultScript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """A TOML file."""
+        """Read a script from a TOML file."""
         return documents.read_file(Path(path), cls, "The fault script")._checked(
             f"The fault script {str(path)!r}"
         )

@@ -288,7 +288,7 @@ class Effects:
     """When the receiver will be paused."""
 
     def add(self, fault: Fault) -> None:
-        """Feel one more."""
+        """Take one more fault into account."""
         if isinstance(fault, Partition):
             self.is_cut = True
         elif isinstance(fault, Slow):

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 from shoal.core import Address, Clock, UsageError, running_clock
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.pipes import IDEAL_LINK, Link, Pipe, corrupted
-from shoal.transport.network.sockets import Accepted
+from shoal.transport.network.sockets import Accepted, Network
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from shoal.transport.network.sockets import Network
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class MemoryNetwork:
         return link
 
 
-class MemoryHost:
+class MemoryHost(Network):
     """One host: a Network whose addresses have this host's name. It can be killed, and stays dead."""
 
     is_simulated = True
@@ -81,7 +80,7 @@ class MemoryHost:
         self._num_ports = 0
         self._num_origins = 0
         self._has_address = False
-        self._stop_mourning: Callable[[], None] | None = None
+        self._stop_watching: Callable[[], None] | None = None
         self._listeners: dict[int, MemoryListener] = {}
         self._datagrams: dict[int, MemoryDatagrams] = {}
         self._streams: dict[MemoryStream, None] = {}
@@ -92,11 +91,11 @@ class MemoryHost:
         self.address = address
         self._network.links.clear()
         if (conditions := self._network.conditions) is not None:
-            if self._stop_mourning is not None:
-                self._stop_mourning()
+            if self._stop_watching is not None:
+                self._stop_watching()
             conditions.start()
             self.clock = conditions.clock_for(address, self._own_clock)
-            self._stop_mourning = conditions.on_kill(address, self.kill)
+            self._stop_watching = conditions.on_kill(address, self.kill)
 
     # --- streams ---
 
@@ -172,7 +171,7 @@ class MemoryHost:
         return carrier
 
     async def resolve(self, address: Address) -> tuple[Any, ...]:
-        """Name and port."""
+        """How a host names an address: its name and port."""
         return address.host, address.port
 
     def send_datagram(self, source: Address, data: bytes, target: tuple[str, int]) -> None:
@@ -395,10 +394,6 @@ class MemoryStream(asyncio.Transport):
         is_buffered = isinstance(protocol, asyncio.BufferedProtocol)
         self._buffered = cast("asyncio.BufferedProtocol", protocol) if is_buffered else None
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        """The one that speaks."""
-        return cast("asyncio.BaseProtocol", self._protocol)
-
     def write(self, data: Buffer) -> None:
         """Send a copy of these bytes; `bytes` need none."""
         if self._is_closing or self._has_sent_eof:
@@ -412,10 +407,6 @@ class MemoryStream(asyncio.Transport):
         """Send copies of all of them, in one piece."""
         self.write(b"".join(list_of_data))
 
-    def can_write_eof(self) -> bool:
-        """It can."""
-        return True
-
     def write_eof(self) -> None:
         """Send nothing more; the other end may go on."""
         if not self._has_sent_eof:
@@ -426,10 +417,6 @@ class MemoryStream(asyncio.Transport):
         """Pause the protocol above `high`; it goes on when everything has left, whatever `low` is."""
         self._high_bytes = (4 * low if low else _HIGH_WATER_BYTES) if high is None else high
         self._pause_writing_if_full()
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        """Low and high."""
-        return 0, self._high_bytes
 
     def get_write_buffer_size(self) -> int:
         """Bytes that wait beyond those in the socket's own buffer."""
@@ -600,10 +587,3 @@ def join(
         sender._outgoing = receiver._incoming = Pipe(
             sender._loop, link, receiver._hear, sender._drained, buffer_bytes=SOCKET_BYTES, choice=choice
         )
-
-
-if TYPE_CHECKING:
-
-    def _is_a_network(host: MemoryHost) -> Network:
-        """Held by mypy."""
-        return host

@@ -7,10 +7,17 @@ shaped sockets both run on these.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from shoal.core import SYSTEM_CLOCK
+
+_SOON_S = 0.02  # from here on a millisecond is less than 5 %
+_SPIN_S = 0.0015
 
 
 class Passage(NamedTuple):
@@ -97,7 +104,7 @@ class Pipe:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: Loop,
         link: Link,
         deliver: Callable[[bytes], None],
         on_drained: Callable[[], None],
@@ -119,8 +126,8 @@ class Pipe:
         self._leaving_bytes = 0
         self._crossing: list[tuple[float, float, _What]] = []  # when it left, when it arrives
         self._last_left_at_s = self._last_arrival_at_s = -math.inf
-        self._arrival: asyncio.Handle | None = None
-        self._drain: asyncio.TimerHandle | None = None
+        self._arrival: Timer | None = None
+        self._drain: Timer | None = None
         self._stop_listening: Callable[[], None] | None = None
         self._is_paused = False
         self._is_closed = False
@@ -295,3 +302,82 @@ class Pipe:
             self._arrival = None
             if crossing and not self._is_paused:
                 self._await_arrival(now_s, crossing[0][1])
+
+
+class _PreciseTimer:
+    __slots__ = ("args", "callback")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+
+    def cancel(self) -> None:
+        self.callback = None
+        self.args = ()
+
+
+class PreciseTimers:
+    """The part of an event loop that pipes use, right to a fraction of a millisecond.
+
+    uvloop's timers count whole milliseconds, and a loop's idea of the time may be as old as its last turn. A
+    timer that is soon due is awaited with the loop's timer until 1.5 ms before, and then turn by turn, which
+    keeps the loop busy.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.time = SYSTEM_CLOCK.now_s
+        self.call_soon = loop.call_soon
+        self._soon: list[tuple[float, int, _PreciseTimer]] = []
+        self._order = itertools.count()
+        self._wake_at_s: float | None = None
+        self._waker: asyncio.Handle | None = None
+
+    def is_closed(self) -> bool:
+        """Whether the loop is."""
+        return self.loop.is_closed()
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any
+    ) -> _PreciseTimer | asyncio.Handle:
+        """Have it called then; what it returns has `cancel`."""
+        delay_s = when - self.time()
+        if delay_s <= 0:
+            return self.loop.call_soon(callback, *args)
+        if delay_s > _SOON_S:
+            return self.loop.call_later(delay_s, callback, *args)
+        call = _PreciseTimer(callback, args)
+        heapq.heappush(self._soon, (when, next(self._order), call))
+        self._await_next()
+        return call
+
+    def _await_next(self) -> None:
+        if not self._soon:
+            return
+        at_s = self._soon[0][0]
+        if self._waker is not None:
+            if self._wake_at_s is not None and at_s >= self._wake_at_s:
+                return
+            self._waker.cancel()
+        self._wake_at_s = at_s
+        wait_s = at_s - self.time() - _SPIN_S
+        self._waker = (
+            self.loop.call_later(wait_s, self._wake) if wait_s > 0 else self.loop.call_soon(self._wake)
+        )
+
+    def _wake(self) -> None:
+        self._waker = None
+        soon, now_s = self._soon, self.time()
+        while soon and soon[0][0] <= now_s:
+            call = heapq.heappop(soon)[2]
+            if call.callback is not None:
+                self.loop.call_soon(call.callback, *call.args)
+        while soon and soon[0][2].callback is None:
+            heapq.heappop(soon)
+        self._await_next()
+
+
+Loop = asyncio.AbstractEventLoop | PreciseTimers
+"""What counts the time of links: an event loop, real or virtual, or timers that are more precise."""
+Timer = asyncio.Handle | _PreciseTimer
+"""What a `Loop` gives for a call that is to come; `cancel` is all that it can do."""

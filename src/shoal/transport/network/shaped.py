@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import heapq
-import itertools
 import math
 import random
 import socket
@@ -22,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from shoal.core import SYSTEM_CLOCK, Address, Clock
+from shoal.core import Address, Clock
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.scope import settle
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.distributions import digest_of
 from shoal.transport.network.faults import FaultScript
 from shoal.transport.network.links import WayLink
-from shoal.transport.network.pipes import Passage, Pipe, corrupted, nothing
+from shoal.transport.network.pipes import Passage, Pipe, PreciseTimers, corrupted, nothing
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.sockets import (
     Accepted,
@@ -52,11 +50,9 @@ _LEAST_PIECE_BYTES = 4 * 1024
 _MOST_PIECE_BYTES = 64 * 1024
 _PIECE_S = 0.001
 _PAIR_BYTES = 64 * 1024  # what the kernel may hold of the pair, unseen by the queue
-_SOON_S = 0.02  # from here on a millisecond is less than 5 %
-_SPIN_S = 0.0015
 
 
-class ShapedNetwork:
+class ShapedNetwork(Network):
     """A network of sockets under conditions; leave it as a context manager to end what is still on its way.
 
     `here` is the address that others know this peer by, and that profile and script name it by; without it,
@@ -207,7 +203,7 @@ class ShapedNetwork:
         """A UDP socket there; UsageError when that cannot be."""
         is_named = address.port != 0 or not is_wildcard(address.host)
         datagrams = ShapedDatagrams(self, self._begin(), protocol, is_named=is_named)
-        await self.network.open_datagrams(address, datagrams.receiver)
+        await self.network.open_datagrams(address, datagrams)
         return datagrams
 
     async def resolve(self, address: Address) -> tuple[Any, ...]:
@@ -228,7 +224,7 @@ class ShapedNetwork:
             datagrams.abort()
 
     def on_datagrams_over(self, datagrams: ShapedDatagrams) -> None:
-        """They are closed."""
+        """Forget datagrams that were closed."""
         self._datagrams.pop(datagrams, None)
         self._check_over()
 
@@ -311,8 +307,8 @@ def shaped(
     return ShapedNetwork(network, Conditions(profile, script, seed=seed), here, owns_conditions=True)
 
 
-class ShapedDatagrams(asyncio.DatagramTransport):
-    """What a protocol sends through; the socket closes when the last datagram has left it."""
+class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
+    """Stands between a socket and its protocol; the socket closes when the last datagram has left it."""
 
     def __init__(
         self,
@@ -324,7 +320,6 @@ class ShapedDatagrams(asyncio.DatagramTransport):
     ) -> None:
         super().__init__()
         self._is_named = is_named
-        self.receiver = _Receiver(self)
         self.protocol = protocol
         self._owner = owner
         self._timers = timers
@@ -382,37 +377,41 @@ class ShapedDatagrams(asyncio.DatagramTransport):
 
     # --- receiving ---
 
-    def opened(self, transport: asyncio.DatagramTransport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is there."""
-        self._socket = transport
+        self._socket = cast("asyncio.DatagramTransport", transport)
         self._owner.on_datagrams_open(
             self, Address(*transport.get_extra_info("sockname")[:2]), is_named=self._is_named
         )
         self._look_where_it_is()
         self.protocol.connection_made(self)
 
-    def arrived(self, packet: bytes, where: tuple[Any, ...]) -> None:
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
         """A packet has come to the end of its way, and to the beginning of the line down."""
         if self._is_closing:
             return
         self._look_where_it_is()
         assert self._down is not None, "set when the socket was opened"
-        for arrives_s, arriving in self._passages(self._down, packet):
+        for arrives_s, arriving in self._passages(self._down, data):
             if arrives_s <= self._timers.time():
-                self.protocol.datagram_received(arriving, where)
+                self.protocol.datagram_received(arriving, addr)
             else:
-                self._timers.call_at(arrives_s, self._hear, arriving, where)
+                self._timers.call_at(arrives_s, self._hear, arriving, addr)
 
     def _hear(self, packet: bytes, where: tuple[Any, ...]) -> None:
         if not self._is_closing:
             self.protocol.datagram_received(packet, where)
 
-    def lost(self, error: Exception | None) -> None:
+    def error_received(self, exc: Exception) -> None:
+        """The socket tells of a packet that it could not send."""
+        self.protocol.error_received(exc)
+
+    def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
         self._is_closing = True
         self._socket = None
         self._owner.on_datagrams_over(self)
-        self.protocol.connection_lost(error)
+        self.protocol.connection_lost(exc)
 
     # --- as any datagram transport ---
 
@@ -440,23 +439,6 @@ class ShapedDatagrams(asyncio.DatagramTransport):
         self._is_closing = True
         if self._socket is not None:
             self._socket.abort()
-
-
-class _Receiver(asyncio.DatagramProtocol):
-    def __init__(self, datagrams: ShapedDatagrams) -> None:
-        self._datagrams = datagrams
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._datagrams.opened(cast("asyncio.DatagramTransport", transport))
-
-    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
-        self._datagrams.arrived(data, addr)
-
-    def error_received(self, exc: Exception) -> None:
-        self._datagrams.protocol.error_received(exc)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._datagrams.lost(exc)
 
 
 class ShapedListener:
@@ -494,7 +476,7 @@ class ShapedListener:
             self._waits.reschedule(self._loop.time())
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop listening; nothing more is accepted."""
         self._siblings.pop(self, None)
         self._listener.close()
 
@@ -539,9 +521,8 @@ class _End(asyncio.Protocol):
         self._loop = timers.loop
         self._is_reading = True
         self._descriptor = -1
-        loop = cast("asyncio.AbstractEventLoop", timers)  # the part of it that a pipe uses
         self.pipe = Pipe(
-            loop,
+            timers,
             _HomeLink(link, timers.loop),
             self._deliver,
             self._resume,
@@ -703,81 +684,3 @@ async def cross(link: WayLink, timers: PreciseTimers, size_bytes: int) -> None:
 
 def _within(least: int, wanted: float, most: int) -> int:
     return int(min(max(least, wanted), most))
-
-
-class _Call:
-    __slots__ = ("args", "callback")
-
-    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.callback: Callable[..., object] | None = callback
-        self.args = args
-
-    def cancel(self) -> None:
-        self.callback = None
-        self.args = ()
-
-
-class PreciseTimers:
-    """The part of an event loop that pipes use, right to a fraction of a millisecond.
-
-    uvloop's timers count whole milliseconds, and a loop's idea of the time may be as old as its last turn. A
-    timer that is soon due is awaited with the loop's timer until 1.5 ms before, and then turn by turn, which
-    keeps the loop busy.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.time = SYSTEM_CLOCK.now_s
-        self.call_soon = loop.call_soon
-        self._soon: list[tuple[float, int, _Call]] = []
-        self._order = itertools.count()
-        self._wake_at_s: float | None = None
-        self._waker: asyncio.Handle | None = None
-
-    def is_closed(self) -> bool:
-        """Whether the loop is."""
-        return self.loop.is_closed()
-
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Call | asyncio.Handle:
-        """Have it called then; what it returns has `cancel`."""
-        delay_s = when - self.time()
-        if delay_s <= 0:
-            return self.loop.call_soon(callback, *args)
-        if delay_s > _SOON_S:
-            return self.loop.call_later(delay_s, callback, *args)
-        call = _Call(callback, args)
-        heapq.heappush(self._soon, (when, next(self._order), call))
-        self._await_next()
-        return call
-
-    def _await_next(self) -> None:
-        if not self._soon:
-            return
-        at_s = self._soon[0][0]
-        if self._waker is not None:
-            if self._wake_at_s is not None and at_s >= self._wake_at_s:
-                return
-            self._waker.cancel()
-        self._wake_at_s = at_s
-        wait_s = at_s - self.time() - _SPIN_S
-        self._waker = (
-            self.loop.call_later(wait_s, self._wake) if wait_s > 0 else self.loop.call_soon(self._wake)
-        )
-
-    def _wake(self) -> None:
-        self._waker = None
-        soon, now_s = self._soon, self.time()
-        while soon and soon[0][0] <= now_s:
-            call = heapq.heappop(soon)[2]
-            if call.callback is not None:
-                self.loop.call_soon(call.callback, *call.args)
-        while soon and soon[0][2].callback is None:
-            heapq.heappop(soon)
-        self._await_next()
-
-
-if TYPE_CHECKING:
-
-    def _is_a_network(network: ShapedNetwork) -> Network:
-        """Held by mypy."""
-        return network

@@ -64,7 +64,7 @@ class Listener(Protocol):
         """The next stream; OSError when there is none to be had now."""
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop listening; nothing more is accepted."""
 
 
 class Network(Protocol):
@@ -140,12 +140,12 @@ class SocketListener:
             return SocketAccepted(accepted, Address(origin[0], origin[1]))
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop listening; nothing more is accepted."""
         keep_in_children(self._socket.fileno())
         self._socket.close()
 
 
-class SocketNetwork:
+class SocketNetwork(Network):
     """TCP and UDP of this machine."""
 
     is_simulated = False

@@ -32,13 +32,10 @@ from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
 from shoal.transport.frames import (
     INLINE_BYTES,
-    ErrorHead,
     GoodbyeHead,
-    GrantHead,
     HelloHead,
     Kind,
     MessageHead,
-    RequestHead,
     WindowHead,
     encode,
     from_goodbye,
@@ -97,15 +94,29 @@ class Connection(asyncio.BufferedProtocol):
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
-        self._watch = Watch(self.limits)
+        self._stalls = StallDetector(self.limits)
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
         self.is_watched = False
-        """Whether the host looks after it; whoever makes it busy says `watch`."""
+        """Whether the shard looks after it; whoever makes it busy says `watch`."""
         self._last_words: asyncio.TimerHandle | None = None
         self._descriptor: int | None = None
         self._proven_id: PeerId | None = None
         self.outbox: Outbox
+        by_kind: dict[Kind, Callable[[int, Any, memoryview], None]] = {
+            Kind.HELLO: self._on_hello,
+            Kind.REQUEST: self.serving.on_request,
+            Kind.REPLY: self.calling.on_reply,
+            Kind.ERROR: self.calling.on_error,
+            Kind.GRANT: self.calling.on_grant,
+            Kind.CANCEL: self.serving.on_cancel,
+            Kind.ITEM: self._on_item,
+            Kind.END: self._on_end,
+            Kind.WINDOW: self._on_window,
+            Kind.GOODBYE: self._on_goodbye,
+        }
+        # by number: a look-up for every frame
+        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (Kind.HELLO, *Kind)]
 
     # --- what asyncio calls ---
 
@@ -157,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._decoder.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have come."""
+        """Read the bytes that have come."""
         self.received_bytes += nbytes
         is_held_back = self.outbox.hold_back()  # answers that are ready leave together, at the end of this
         try:
@@ -231,19 +242,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Pass a frame to whom it concerns."""
-        self._watch.num_frames += 1
+        self._stalls.num_frames += 1
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
-        _HANDLERS[kind](self, call_id, head, body)
+        self._handlers[kind](call_id, head, body)
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """Say where a part of a message belongs; parts of messages that were given up are dropped."""
-        self._watch.num_frames += 1
+        self._stalls.num_frames += 1
         if self._state is _State.GREETING:
             raise ProtocolError("A CHUNK frame came before the hello.")
         targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
         if targets:
-            self._watch.message_bytes += body_bytes
+            self._stalls.message_bytes += body_bytes
         return targets
 
     def on_chunk_end(self, call_id: int) -> None:
@@ -287,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
         """Something has ended: unless more is expected, nobody needs to look after it."""
         if self.is_watched and self._is_quiet:
             self.is_watched = False
-            self._watch.rest()
+            self._stalls.rest()
             self.shard.unwatch(self)
 
     @property
@@ -382,8 +393,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_quiet:
             self._look(now_s)
             return False
-        self._watch.rest()
-        if self._watch.has_heard(self.received_bytes):
+        self._stalls.rest()
+        if self._stalls.has_heard(self.received_bytes):
             self.used_at_s = now_s
         elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
             self.leave("the connection was idle.")
@@ -391,10 +402,10 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _look(self, now_s: float) -> None:
-        limits, watch, transport = self.limits, self._watch, self._transport
+        limits, stalls, transport = self.limits, self._stalls, self._transport
         if self._state is _State.CLOSED or transport is None:
             return
-        if watch.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+        if stalls.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
             self._cut_off(LimitExceeded("What it was sent stays unread."))
             self.abort()
             return
@@ -403,7 +414,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if watch.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
+        if stalls.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
             self._cut_off(
                 LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
             )
@@ -411,12 +422,12 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.arm_timers()
         self.serving.arm_timers()
         arriving = self.arrivals.ids_with_room()
-        if watch.has_stalled(now_s, is_expecting=bool(arriving)):
+        if stalls.has_stalled(now_s, is_expecting=bool(arriving)):
             error = LimitExceeded("the buffers of this message stopped arriving.")
             for call_id in arriving:
                 self.serving.give_up(call_id, error)
         self.close_when_done()
-        if watch.has_heard(self.received_bytes) or self.num_open:
+        if stalls.has_heard(self.received_bytes) or self.num_open:
             self.used_at_s = now_s
 
     def _cut_off(self, error: ShoalError) -> None:
@@ -472,23 +483,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.ready.done():
             self.ready.set_result(None)
 
-    def _on_request(self, call_id: int, head: RequestHead, body: memoryview) -> None:
-        self.serving.on_request(call_id, head, body)
-
-    def _on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
-        self.calling.on_reply(call_id, head, body)
-
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
-
-    def _on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
-        self.calling.on_error(call_id, head)
-
-    def _on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
-        self.calling.on_grant(call_id, is_from_start=head.from_start)
-
-    def _on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
-        self.serving.on_cancel(call_id)
 
     def _channel(self, call_id: int) -> StreamChannel | None:
         return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
@@ -516,23 +512,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close_when_done()
 
 
-_BY_KIND: dict[Kind, Callable[[Connection, int, Any, memoryview], None]] = {
-    Kind.HELLO: Connection._on_hello,
-    Kind.REQUEST: Connection._on_request,
-    Kind.REPLY: Connection._on_reply,
-    Kind.ERROR: Connection._on_error,
-    Kind.GRANT: Connection._on_grant,
-    Kind.CANCEL: Connection._on_cancel,
-    Kind.ITEM: Connection._on_item,
-    Kind.END: Connection._on_end,
-    Kind.WINDOW: Connection._on_window,
-    Kind.GOODBYE: Connection._on_goodbye,
-}
-# by number: a look-up for every frame
-_HANDLERS = [_BY_KIND.get(kind, Connection._on_unexpected) for kind in (Kind.HELLO, *Kind)]
-
-
-class Patience:
+class StallTimer:
     """The time that a peer has left while something is expected of it."""
 
     def __init__(self, max_s: float, min_bytes_per_s: int) -> None:
@@ -561,7 +541,7 @@ class Patience:
         self._is_waiting = False
 
 
-class Watch:
+class StallDetector:
     """Notices a peer that stalls: inside a frame, between parts of a message, or in reading what it is sent.
 
     It looks about once a second and costs nothing in between. Each rule is a stock of patience, in seconds:
@@ -576,10 +556,10 @@ class Watch:
         """Bytes of chunks that found their place."""
         self._seen_frames = 0
         self._seen_bytes = 0
-        self._frame = Patience(limits.frame_s, limits.min_bytes_per_s)
+        self._frame = StallTimer(limits.frame_s, limits.min_bytes_per_s)
         # a sender may have more to do between the parts of a message, and a reader before it reads
-        self._messages = Patience(3 * limits.frame_s, limits.min_bytes_per_s)
-        self._reading = Patience(3 * limits.frame_s, limits.min_bytes_per_s)
+        self._messages = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
+        self._reading = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
 
     def rest(self) -> None:
         """Nothing is expected now."""

@@ -253,50 +253,30 @@ def _stranger(header: bytes) -> ProtocolError:
 
 
 class Assembly:
-    """The memory of one message and how far it is filled."""
+    """The memory of one message and how far it is filled.
 
-    __slots__ = (
-        "_cursor",
-        "_views",
-        "is_waiting_for_start",
-        "left_bytes",
-        "on_complete",
-        "total_bytes",
-    )
+    Without memory (no views yet) what arrives is dropped, until there is some and the sender begins again.
+    """
+
+    __slots__ = ("_cursor", "is_waiting_for_start", "left_bytes", "on_complete", "total_bytes", "views")
 
     def __init__(
         self, views: Sequence[memoryview], total_bytes: int, on_complete: Callable[[], None]
     ) -> None:
         self.on_complete = on_complete
         self.total_bytes = total_bytes
-        self.is_waiting_for_start = False
-        self._views = views
+        self.is_waiting_for_start = not views
+        self.views = views
         self._rewind()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is memory for it, so that its bytes may come."""
-        return bool(self._views)
-
-    @classmethod
-    def without_room(cls, total_bytes: int, on_complete: Callable[[], None]) -> Assembly:
-        """A message that cannot be taken yet: what arrives is dropped until `make_room` and a new start."""
-        assembly = cls((), total_bytes, on_complete)
-        assembly.is_waiting_for_start = True
-        return assembly
 
     def _rewind(self) -> None:
         self.left_bytes = self.total_bytes
-        self._cursor = Cursor(self._views)
-
-    def make_room(self, views: Sequence[memoryview]) -> None:
-        """There is memory now; the sender has been asked to begin again."""
-        self._views = views
+        self._cursor = Cursor(self.views)
 
     def next_targets(self, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
         """Where the next `num_bytes` belong, or None when they must be dropped."""
         if is_from_start:
-            if not (self.is_waiting_for_start and self.has_room):
+            if not (self.is_waiting_for_start and self.views):
                 raise ProtocolError("A message began again that was not asked to.")
             self.is_waiting_for_start = False
             self._rewind()
@@ -324,7 +304,7 @@ class Arrivals:
 
     def ids_with_room(self) -> list[int]:
         """Calls whose messages nothing here keeps from arriving."""
-        return [call_id for call_id, assembly in self._assemblies.items() if assembly.has_room]
+        return [call_id for call_id, assembly in self._assemblies.items() if assembly.views]
 
     def receive(
         self, call_id: int, views: Sequence[memoryview], body: memoryview, on_complete: Callable[[], None]
@@ -347,7 +327,7 @@ class Arrivals:
 
     def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
         """Expect a message for which there is no room yet; see `make_room`."""
-        self._expect(call_id, Assembly.without_room(total_bytes, on_complete))
+        self._expect(call_id, Assembly((), total_bytes, on_complete))
 
     def _expect(self, call_id: int, assembly: Assembly) -> None:
         if call_id in self._assemblies:
@@ -356,8 +336,8 @@ class Arrivals:
         self._decoder.expects_chunk = True
 
     def make_room(self, call_id: int, views: Sequence[memoryview]) -> None:
-        """Memory for a message that was expected later."""
-        self._assemblies[call_id].make_room(views)
+        """There is memory for a message that was expected later; its sender is asked to begin again."""
+        self._assemblies[call_id].views = views
 
     def targets(self, call_id: int, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
         """Where a part of a message belongs; parts of messages that were given up are dropped."""

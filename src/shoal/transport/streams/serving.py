@@ -127,7 +127,7 @@ class Serving:
                 call_id, call.buffers, body, functools.partial(self._start, call)
             )
 
-    def on_cancel(self, call_id: int) -> None:
+    def on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
         """The caller no longer wants the answer."""
         call = self._calls.get(call_id)
         if call is not None:
@@ -252,7 +252,7 @@ class Serving:
             call.held_bytes += total_bytes
         else:
             call.wanted_bytes = total_bytes
-            connection.budget.stand_in_line(call, total_bytes, functools.partial(self._wake, call))
+            connection.budget.join_queue(call, total_bytes, functools.partial(self._wake, call))
         if call.mode == _CHANNEL:
             if not call.wanted_bytes:
                 self._start(call)
@@ -409,7 +409,7 @@ class Serving:
         if call.final is not None and not call.final.done():
             call.final.cancel()
         call.buffers = ()
-        if call.wanted_bytes and not self._connection.budget.leave(call):  # granted in this very moment
+        if call.wanted_bytes and not self._connection.budget.leave_queue(call):  # granted in this very moment
             call.held_bytes += call.wanted_bytes
         if call.held_bytes:
             self._connection.budget.give_back(call.held_bytes)

@@ -48,7 +48,7 @@ _ABSENT = object()
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
-class StreamTransport:
+class StreamTransport(Transport):
     """Calls over TCP; open it with `async with` on the loop that it should live on.
 
     `helpers` are further loop threads that take accepted connections in turn: sockets copy without the
@@ -248,7 +248,9 @@ class StreamTransport:
         """Begin a conversation; leaving the block before the end cancels it."""
         connection = await self._connect(peer, deadline)
         try:
-            call, end = await connection.calling.open_channel(method, payload, deadline)
+            if connection.calling.is_full:
+                await connection.calling.wait_for_place(method, deadline)
+            call = connection.calling.begin(method, payload, (), deadline, None, Mode.CHANNEL)
         except ConnectionRetired:
             raise connection.error_for(method) from None
         call.channel = StreamChannel(connection, call.id, call.answer)
@@ -256,7 +258,7 @@ class StreamTransport:
         try:
             yield call.channel
         finally:
-            end()
+            connection.calling.end(call)
 
     async def _connect(self, target: Peer | Address, deadline: Deadline) -> Connection:
         """A connection that new calls may use; concurrent callers share one attempt to make it."""
@@ -526,10 +528,3 @@ class Shard:
     def complain(self, peer: Peer, error: ShoalError) -> None:
         """A peer misbehaved and was cut off."""
         self._transport.complaints.add("closed a connection", peer, error.what)
-
-
-if TYPE_CHECKING:
-
-    def _is_a_transport(stream: StreamTransport) -> Transport:
-        """Held by mypy: what this file makes is what `messages` promises."""
-        return stream
