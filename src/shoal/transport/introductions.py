@@ -96,7 +96,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class DialedBack(msgspec.Struct, frozen=True):
-    """How dialing back went."""
+    """Tells how dialing back went, over each way."""
 
     address: _Text
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=2)]
@@ -177,7 +177,7 @@ class Introductions:
             await ask_about(stranger, target, way, deadline)
 
     def sink(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        """Take bytes and drop them."""
+        """Take the bytes of a caller that measures its line, and drop them."""
 
     def source(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Answer with as many bytes as were asked for."""

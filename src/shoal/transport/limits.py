@@ -88,7 +88,7 @@ class ByteBudget:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken now."""
+        """The bytes that are taken now."""
         return self._used_bytes
 
     def try_take(self, size_bytes: int, *, may_pass: bool = False) -> bool:

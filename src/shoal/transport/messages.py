@@ -175,7 +175,7 @@ class Routes:
         self._add(method, Route(None, serve, None, _decoder(payload_type), is_plain_function=False))
 
     def remove(self, method: str) -> None:
-        """Answer it no more."""
+        """Stop answering this method."""
         self._routes.pop(method, None)
 
     def find(self, method: str) -> Route:

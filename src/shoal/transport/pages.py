@@ -28,7 +28,7 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What stands at one path."""
+    """What is served at one path."""
 
     make: Callable[[], str]
     """Called on the loop, for each request."""
@@ -37,7 +37,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All that a server gives."""
+    """What one server serves: its pages, and what it is called."""
 
     pages: Mapping[str, Page]
     """By path."""

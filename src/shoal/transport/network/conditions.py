@@ -157,7 +157,7 @@ class Conditions:
         return _SkewedClock(self, clock, skews) if skews else clock
 
     def now_s(self) -> float:
-        """Seconds since the start."""
+        """The seconds since the script's time began."""
         return 0.0 if self._loop is None else self._loop.time() - self._started_s
 
     # --- links ---

@@ -32,7 +32,7 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     value: NotNegative
 
     def sampler(self) -> Sampler:
-        """Seconds for a uniform number."""
+        """A function from a uniform number to seconds."""
         value_s = self.value * _MS
         return lambda _: value_s
 
@@ -49,7 +49,7 @@ class Normal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             raise ValueError(f"the floor {self.floor:g} lies above the mean {self.mean:g}")
 
     def sampler(self) -> Sampler:
-        """Seconds for a uniform number."""
+        """A function from a uniform number to seconds."""
         curve = NormalDist(self.mean * _MS, self.deviation * _MS)
         quantile = curve.inv_cdf
         cut_off = curve.cdf(self.floor * _MS)
@@ -67,7 +67,7 @@ class Exponential(
     mean: Positive
 
     def sampler(self) -> Sampler:
-        """Seconds for a uniform number."""
+        """A function from a uniform number to seconds."""
         mean_s, log = self.mean * _MS, math.log
         return lambda uniform: -mean_s * log(uniform)
 
@@ -84,7 +84,7 @@ class Pareto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             raise ValueError(f"the cap {self.cap:g} lies below the floor {self.floor:g}")
 
     def sampler(self) -> Sampler:
-        """Seconds for a uniform number."""
+        """A function from a uniform number to seconds."""
         floor_s, power = self.floor * _MS, -1 / self.shape
         cap_s = floor_s * _TAIL if self.cap is None else self.cap * _MS
         least = (cap_s / floor_s) ** (1 / power)  # a smaller number gives more than the cap; none overflows
@@ -98,7 +98,7 @@ class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     in_order: bool = False
 
     def sampler(self) -> Sampler:
-        """Seconds for a uniform number."""
+        """A function from a uniform number to seconds."""
         samples_s = [sample * _MS for sample in self.samples]
         num_samples = len(samples_s)
         if not self.in_order:

@@ -60,7 +60,7 @@ def _named(document: dict[str, Any], kind: type[msgspec.Struct], path: str) -> s
 
 
 def read_file(path: Path, kind: type[T], what: str) -> T:
-    """As `read`, from a file."""
+    """Read a document from a file, as `read` does from text."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -62,7 +62,7 @@ class UpLine:
 
     @property
     def bytes_per_s(self) -> float:
-        """What it can carry."""
+        """The bytes that it can carry in a second."""
         return 1 / (self._per_byte_s * self.slowness)
 
     def take(self, now_s: float, size_bytes: int) -> tuple[float, float]:
@@ -135,7 +135,7 @@ class DownLine:
 
     @property
     def bytes_per_s(self) -> float:
-        """What it can carry."""
+        """The bytes that it can carry in a second."""
         return 1 / (self._per_byte_s * self.slowness)
 
     def take(self, now_s: float, first_s: float, last_s: float, size_bytes: int) -> float:

@@ -252,7 +252,7 @@ def _random_of(seed: int, name: str) -> random.Random:
 
 
 class MemoryListener:
-    """Where a host accepts streams."""
+    """Accepts the streams that others dial to one port of a host."""
 
     def __init__(self, host: MemoryHost, address: Address) -> None:
         self.address = address
@@ -288,7 +288,7 @@ class MemoryAccepted:
         self.origin = Address(*stream.get_extra_info("peername"))
 
     def refuse(self, last_words: bytes) -> None:
-        """Send these and close."""
+        """Send these bytes and close the stream."""
         self.stream.write(last_words)
         self.close()
 
@@ -299,7 +299,7 @@ class MemoryAccepted:
 
 
 class MemoryDatagrams(asyncio.DatagramTransport):
-    """A socket for datagrams."""
+    """Sends and receives datagrams at one port of a host."""
 
     def __init__(self, host: MemoryHost, address: Address, protocol: asyncio.DatagramProtocol) -> None:
         super().__init__({"sockname": (address.host, address.port)})
@@ -329,14 +329,14 @@ class MemoryDatagrams(asyncio.DatagramTransport):
         return self._is_closing
 
     def close(self) -> None:
-        """Send and hear no more."""
+        """Stop sending and receiving."""
         if not self._is_closing:
             self._is_closing = True
             self._host.release(self)
             asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
     def abort(self) -> None:
-        """The same: nothing waits here."""
+        """Close it, as `close` does: nothing waits here to be sent."""
         self.close()
 
 
@@ -383,7 +383,7 @@ class MemoryStream(asyncio.Transport):
 
     @property
     def has_protocol(self) -> bool:
-        """Whether somebody speaks here."""
+        """Whether a protocol has been attached."""
         return self._protocol is not None
 
     # --- what protocols use ---
@@ -435,7 +435,7 @@ class MemoryStream(asyncio.Transport):
             self._loop.call_soon(self._read_on)
 
     def is_reading(self) -> bool:
-        """Whether bytes are passed on."""
+        """Whether bytes are passed on to the protocol."""
         return not self._is_reading_paused and not self._is_closing
 
     def is_closing(self) -> bool:
@@ -460,7 +460,7 @@ class MemoryStream(asyncio.Transport):
             self._loop.call_soon(self._lose, None)
 
     def reset(self) -> None:
-        """The other end is gone."""
+        """End this side, because the other end is gone."""
         if not self._is_lost:
             self._is_closing = True
             self._outgoing.close()

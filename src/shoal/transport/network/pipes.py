@@ -334,7 +334,7 @@ class PreciseTimers:
         self._waker: asyncio.Handle | None = None
 
     def is_closed(self) -> bool:
-        """Whether the loop is."""
+        """Whether the loop has been closed."""
         return self.loop.is_closed()
 
     def call_at(

@@ -378,7 +378,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
     # --- receiving ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there."""
+        """Begin with a socket that was opened."""
         self._socket = cast("asyncio.DatagramTransport", transport)
         self._owner.on_datagrams_open(
             self, Address(*transport.get_extra_info("sockname")[:2]), is_named=self._is_named
@@ -407,7 +407,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         self.protocol.error_received(exc)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is gone."""
+        """Tell the protocol that the socket is gone."""
         self._is_closing = True
         self._socket = None
         self._owner.on_datagrams_over(self)
@@ -416,7 +416,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
     # --- as any datagram transport ---
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """What the socket says."""
+        """What the socket's own transport knows."""
         return default if self._socket is None else self._socket.get_extra_info(name, default)
 
     def get_write_buffer_size(self) -> int:
@@ -435,7 +435,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
                 self._socket.close()
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close the socket at once, whatever is on its way."""
         self._is_closing = True
         if self._socket is not None:
             self._socket.abort()

@@ -56,7 +56,7 @@ class Accepted(Protocol):
 
 
 class Listener(Protocol):
-    """Where streams are accepted."""
+    """Accepts the streams that others dial to one address."""
 
     address: Address
 

@@ -51,7 +51,7 @@ class StreamChannel:
         answer.add_done_callback(lambda _: self._changed.set())
 
     def open_window(self) -> None:
-        """Let the other side send."""
+        """Tell the other side how many bytes it may send."""
         self._is_open = True
         self._connection.send(Kind.WINDOW, self._call_id, encode(WindowHead(self._window_bytes)))
 

@@ -121,7 +121,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- what asyncio calls ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The bytes may flow: greet."""
+        """Send the hello, now that bytes may flow."""
         self._transport = cast("asyncio.Transport", transport)
         if self.shard.access is None:
             self._transport = sending_directly(self._transport, self)
@@ -185,11 +185,11 @@ class Connection(asyncio.BufferedProtocol):
             self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Hold back what is to be sent: the socket is full."""
         self.outbox.pause()
 
     def resume_writing(self) -> None:
-        """The socket is empty."""
+        """Send on: the socket has passed on all that it was given."""
         self.outbox.resume()
 
     def eof_received(self) -> bool:
@@ -197,7 +197,7 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everybody who waits."""
+        """End every call, and tell everybody who waits why."""
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
             self._descriptor = None
@@ -270,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def num_open(self) -> int:
-        """Calls under way, both ways."""
+        """The number of calls under way, both ways."""
         return self.calling.num_open + self.serving.num_open
 
     def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
@@ -562,7 +562,7 @@ class StallDetector:
         self._reading = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
 
     def rest(self) -> None:
-        """Nothing is expected now."""
+        """Begin anew: nothing is expected of the peer now."""
         for patience in (self._frame, self._messages, self._reading):
             patience.renew()
 

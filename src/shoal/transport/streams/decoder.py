@@ -42,7 +42,7 @@ _MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for n
 
 
 class FrameSink(Protocol):
-    """What a decoder reports to."""
+    """Takes the frames that a decoder has found: a connection."""
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """A whole frame that is no chunk, of a Kind's number; `body` is valid only until this returns."""
@@ -360,7 +360,7 @@ class Arrivals:
                 self._decoder.drop_chunk()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Forget all messages that were arriving."""
         self._assemblies.clear()
 
 

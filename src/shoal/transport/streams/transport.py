@@ -515,11 +515,11 @@ class Shard:
         self._watched[connection] = None
 
     def unwatch(self, connection: Connection) -> None:
-        """Nothing is expected any more."""
+        """Stop looking after a connection of which nothing is expected."""
         self._watched.pop(connection, None)
 
     def on_lost(self, connection: Connection) -> None:
-        """The connection is over."""
+        """Forget a connection that is over."""
         self._watched.pop(connection, None)
         self.remove(connection)
         if connection.is_dialer:

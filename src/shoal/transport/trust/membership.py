@@ -68,7 +68,7 @@ class Access:
 
 
 class _ListFile:
-    """Peer ids in a file."""
+    """A file of peer ids, read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -141,7 +141,7 @@ class Membership:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this peer is."""
+        """The id of this peer: the hash of its public key."""
         return self.identity.peer_id
 
     def client_tls(self) -> ssl.SSLContext:

@@ -184,7 +184,7 @@ class _LoopForAiofastnet:
         return timer
 
     def give_up(self) -> None:
-        """The handshake has failed."""
+        """Cancel the timer of a handshake that has failed."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -223,7 +223,7 @@ def _aiofastnet() -> ModuleType | None:
 
 
 def explain(error: ssl.SSLError, peer: Peer) -> ShoalError:
-    """What to raise for TLS that failed."""
+    """The error to raise for TLS that failed, in plain words."""
     reason = str(getattr(error, "reason", None) or "")
     alert = reason.partition("ALERT_")[2]
     if isinstance(error, ssl.SSLCertVerificationError):
