@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from shoal.core import SYSTEM_CLOCK, Clock, LimitExceeded, Peer, UsageError
+from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_ASKERS = 4096
@@ -191,7 +192,8 @@ class Complaints:
                 self._num_left_out += 1
                 return
             self._num_lines += 1
-        self._log.warning("%s (%s): %s", what, peer, _one_line(why))
+        # what a stranger sent may be part of it: it must not look like further lines of the log
+        self._log.warning("%s (%s): %s", what, peer, visible_line(why[:_MAX_TEXT])[:_MAX_TEXT])
 
     def flush(self) -> None:
         """Tell what was left out so far."""
@@ -202,8 +204,3 @@ class Complaints:
         if self._num_left_out:
             self._log.warning("and %d more complaints of this kind", self._num_left_out)
             self._num_left_out = 0
-
-
-def _one_line(text: str) -> str:
-    """What a stranger sent may be part of the text: it must not look like further lines of the log."""
-    return "".join(character if character.isprintable() else " " for character in text[:_MAX_TEXT])

@@ -205,8 +205,7 @@ class Conditions:
     def _up_line(self, peer: Address) -> UpLine | None:
         if peer not in self._up:
             place = self.profile.line_of(peer)
-            line = UpLine(place.up_mbit_s, place.queue_ms) if place.up_mbit_s else None
-            self._up[peer] = line
+            self._up[peer] = line = UpLine(place.up_mbit_s, place.queue_ms) if place.up_mbit_s else None
             if line is not None:
                 line.slowness = self._slowness(peer)
         return self._up[peer]

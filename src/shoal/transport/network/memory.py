@@ -119,7 +119,8 @@ class MemoryHost(Network):
         links = network.link(self.address, address), network.link(address, self.address)
         join(here, there, links, (self.random, target.random if target else self.random))
         answer: asyncio.Future[bool] = loop.create_future()
-        here.send(functools.partial(self._knock, address, there, functools.partial(self._hear, here, answer)))
+        on_answer = functools.partial(self._on_dial_answer, here, answer)
+        here.send(functools.partial(self._offer, address, there, on_answer))
         try:
             is_taken = await answer
             self._check_alive()
@@ -131,7 +132,7 @@ class MemoryHost(Network):
         if not is_taken:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
 
-    def _knock(self, address: Address, there: MemoryStream, answer: Callable[[bool], None]) -> None:
+    def _offer(self, address: Address, there: MemoryStream, answer: Callable[[bool], None]) -> None:
         """At the other host: hand over its end of a new stream, and answer."""
         target = self._network.hosts.get(address.host)
         listener = target._listeners.get(address.port) if target else None
@@ -140,7 +141,7 @@ class MemoryHost(Network):
             target._open(there)
         there.send(functools.partial(answer, is_taken))
 
-    def _hear(self, here: MemoryStream, answer: asyncio.Future[bool], is_taken: bool) -> None:
+    def _on_dial_answer(self, here: MemoryStream, answer: asyncio.Future[bool], is_taken: bool) -> None:
         """At this host again: bytes may follow at once, and wait for the protocol."""
         if not answer.done():
             answer.set_result(is_taken)
@@ -411,7 +412,7 @@ class MemoryStream(asyncio.Transport):
         """Send nothing more; the other end may go on."""
         if not self._has_sent_eof:
             self._has_sent_eof = True
-            self._outgoing.push_eof(self._other._hear_eof)
+            self._outgoing.push_eof(self._other._receive_eof)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Pause the protocol above `high`; it goes on when everything has left, whatever `low` is."""
@@ -475,7 +476,7 @@ class MemoryStream(asyncio.Transport):
 
     # --- what the pipes tell ---
 
-    def _hear(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         if self._is_closing:
             if self._is_lost:
                 self._reset_other(is_cutting=False)
@@ -514,11 +515,11 @@ class MemoryStream(asyncio.Transport):
             return
         unread, self._unread = self._unread, b""
         if unread:
-            self._hear(unread)
+            self._receive(unread)
         if not self._is_reading_paused:
             self._incoming.resume()
 
-    def _hear_eof(self) -> None:
+    def _receive_eof(self) -> None:
         if self._is_closing or self._protocol is None:
             self.close()
             return
@@ -585,5 +586,5 @@ def join(
     ):
         sender._other = receiver
         sender._outgoing = receiver._incoming = Pipe(
-            sender._loop, link, receiver._hear, sender._drained, buffer_bytes=SOCKET_BYTES, choice=choice
+            sender._loop, link, receiver._receive, sender._drained, buffer_bytes=SOCKET_BYTES, choice=choice
         )

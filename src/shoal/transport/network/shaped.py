@@ -109,7 +109,7 @@ class ShapedNetwork(Network):
                 self._abort_all()
             all_over = asyncio.Event()
             # a tunnel may end in another thread
-            self._on_all_over = functools.partial(call_home, asyncio.get_running_loop(), all_over.set)
+            self._on_all_over = functools.partial(call_on_loop, asyncio.get_running_loop(), all_over.set)
             self._check_over()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.linger_s):
@@ -183,7 +183,7 @@ class ShapedNetwork(Network):
         self._tunnels[tunnel] = None
         forget = nothing
         if target is not None:
-            forget = self.conditions.on_kill(target, lambda: call_home(tunnel.loop, tunnel.reset))
+            forget = self.conditions.on_kill(target, lambda: call_on_loop(tunnel.loop, tunnel.reset))
 
         def on_over() -> None:
             self._tunnels.pop(tunnel, None)
@@ -263,7 +263,7 @@ class ShapedNetwork(Network):
 
     def _abort_all(self) -> None:
         for tunnel in tuple(self._tunnels):
-            call_home(tunnel.loop, tunnel.abort)
+            call_on_loop(tunnel.loop, tunnel.abort)
         for datagrams in tuple(self._datagrams):
             datagrams.abort()
 
@@ -396,9 +396,9 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
             if arrives_s <= self._timers.time():
                 self.protocol.datagram_received(arriving, addr)
             else:
-                self._timers.call_at(arrives_s, self._hear, arriving, addr)
+                self._timers.call_at(arrives_s, self._receive, arriving, addr)
 
-    def _hear(self, packet: bytes, where: tuple[Any, ...]) -> None:
+    def _receive(self, packet: bytes, where: tuple[Any, ...]) -> None:
         if not self._is_closing:
             self.protocol.datagram_received(packet, where)
 
@@ -468,7 +468,7 @@ class ShapedListener:
 
     def kill(self) -> None:
         """Accept no more, from any thread."""
-        call_home(self._loop, self._kill)
+        call_on_loop(self._loop, self._kill)
 
     def _kill(self) -> None:
         self._is_dead = True
@@ -481,7 +481,7 @@ class ShapedListener:
         self._listener.close()
 
 
-class _HomeLink:
+class _LoopLink:
     """A link that tells of changes on the loop that uses it, whichever thread they come from."""
 
     def __init__(self, link: WayLink, loop: asyncio.AbstractEventLoop) -> None:
@@ -495,10 +495,10 @@ class _HomeLink:
         return self._link.carry_datagram(now_s, size_bytes)
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return self._link.when_changed(functools.partial(call_home, self._loop, callback))
+        return self._link.when_changed(functools.partial(call_on_loop, self._loop, callback))
 
 
-def call_home(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Have a loop call it, from any thread; nothing where the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
@@ -523,7 +523,7 @@ class _End(asyncio.Protocol):
         self._descriptor = -1
         self.pipe = Pipe(
             timers,
-            _HomeLink(link, timers.loop),
+            _LoopLink(link, timers.loop),
             self._deliver,
             self._resume,
             buffer_bytes=self._queue_bytes,
@@ -675,7 +675,7 @@ async def cross(link: WayLink, timers: PreciseTimers, size_bytes: int) -> None:
                 return await waiter
             finally:
                 timer.cancel()
-        stop = link.when_changed(functools.partial(call_home, timers.loop, wake))
+        stop = link.when_changed(functools.partial(call_on_loop, timers.loop, wake))
         try:
             await waiter
         finally:

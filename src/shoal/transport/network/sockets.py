@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 4096
 _RECEIVE_BYTES = 4 << 20  # a burst of answers must not be lost while the loop is busy
-_NOBODY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses kept for examples
+_EXAMPLE_HOSTS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses kept for examples
 _MAX_PARTS = 64  # buffers of one call to the kernel
 _LAST_WORDS_S = 1.0
 """How long a side that takes no more is still read from."""
@@ -286,7 +286,7 @@ def outward_host(wildcard: str) -> str:
     family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_NOBODY[family], 9))
+            probe.connect((_EXAMPLE_HOSTS[family], 9))
             return str(probe.getsockname()[0])
         except OSError:  # this machine has no network
             return "::1" if family == socket.AF_INET6 else "127.0.0.1"
