@@ -6,7 +6,7 @@ import contextlib
 from shoal.core import Address, SystemClock
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.introductions import answer
-from shoal.transport.networks.network import SocketNetwork
+from shoal.transport.network.sockets import SocketNetwork
 
 LOOPBACK = Address("127.0.0.1", 0)
 

@@ -5,7 +5,7 @@ from bench.test_reachability import FACTS, NO_WAY
 from shoal.bench.advice import ROWS, explain, summarize
 from shoal.bench.facts import Out, any_host, date, duration
 from shoal.bench.looking import Look, ShownCertificate
-from shoal.transport.networks.sockets import is_wildcard
+from shoal.transport.network.sockets import is_wildcard
 from shoal.transport.trust.membership import is_loopback
 
 DAY_S = 86400.0

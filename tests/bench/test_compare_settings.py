@@ -19,7 +19,7 @@ from shoal.core import UsageError
 from shoal.simulate.world import Compute, World
 from shoal.strategies import BUILT_IN
 from shoal.transport import FaultScript
-from shoal.transport.conditions.distributions import Exponential, Normal
+from shoal.transport.network.distributions import Exponential, Normal
 
 
 def test_all_is_every_strategy_but_those_that_pass_their_group_by():

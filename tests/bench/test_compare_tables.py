@@ -9,7 +9,7 @@ from shoal.report.tables import Table
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from shoal.bench.joining import Member, join
 from shoal.core import SYSTEM_CLOCK, Address
 from shoal.transport import introductions
 from shoal.transport.frames import HEADER, MAGIC, VERSION
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.certificates import Authority
-from shoal.transport.trust.tls import make_context
+from shoal.transport.trust.membership import Access
+from shoal.transport.trust.tls import Authority, make_context
 from transport.members import Swarm, assert_tells_nothing
 
 PATIENCE_S = 3.0

@@ -7,7 +7,7 @@ from shoal.bench.looking import Look, look
 from shoal.core import SYSTEM_CLOCK, Address
 from shoal.transport.frames import HEADER, MAGIC, VERSION
 from shoal.transport.streams.transport import StreamTransport
-from shoal.transport.trust.certificates import VALID_BEFORE_S
+from shoal.transport.trust.tls import VALID_BEFORE_S
 from transport.members import Swarm
 
 LOOPBACK = Address("127.0.0.1", 0)

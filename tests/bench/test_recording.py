@@ -7,10 +7,10 @@ from shoal.bench.joining import Member
 from shoal.bench.recording import Effort, Link, _speed, record, to_profile
 from shoal.core import Address, UsageError
 from shoal.core.virtual import run_virtual
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript
-from shoal.transport.conditions.profiles import Profile, Way, Ways
-from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.profiles import Profile, Way, Ways
 from transport.members import Swarm
 
 QUICK = Effort(num_calls=30, calls_s=1.0, bulk_s=0.3, bulk_bytes=4 << 20, patience_s=0.5)

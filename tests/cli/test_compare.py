@@ -11,7 +11,7 @@ from shoal.cli.program import run
 from shoal.report import load
 from shoal.simulate import classified
 from shoal.simulate.task_facts import facts_of
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from shoal.cli import doctor as module
 from shoal.cli.doctor import doctor
 from shoal.core import UsageError
 from shoal.core.identity import new_secret, write_private_file
-from shoal.transport.conditions.profiles import Profile
+from shoal.transport.network.profiles import Profile
 
 app = typer.Typer()
 app.command()(doctor)

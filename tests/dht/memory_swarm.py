@@ -8,7 +8,7 @@ from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
 from shoal.transport import Endpoint
-from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.network.memory import MemoryNetwork
 
 
 class MemorySwarm:

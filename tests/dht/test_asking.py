@@ -11,9 +11,9 @@ from shoal.dht.messages import Finding, Found, Kind, Pong, State, Want
 from shoal.dht.names import key_of
 from shoal.dht.records import Slot
 from shoal.transport import Reply
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript, Skew
-from shoal.transport.conditions.profiles import Profile
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript, Skew
+from shoal.transport.network.profiles import Profile
 
 
 class Odd(Liar):

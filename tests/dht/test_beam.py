@@ -13,7 +13,7 @@ from shoal.dht.beam import batch_beam_search, beam_search
 from shoal.dht.declaring import declare_experts, expert_entries
 from shoal.dht.names import key_of
 from shoal.dht.uids import ExpertUid
-from shoal.transport.networks.memory_network import MemoryHost
+from shoal.transport.network.memory import MemoryHost
 
 
 def uids_of(found):

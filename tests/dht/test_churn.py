@@ -13,7 +13,7 @@ from shoal.core import VirtualLoop, run_virtual
 from shoal.dht.contacts import ContactBook
 from shoal.dht.records import Entry
 from shoal.transport import MemoryNetwork
-from shoal.transport.networks.memory_network import MemoryHost
+from shoal.transport.network.memory import MemoryHost
 
 NUM_OWNERS = 4
 NUM_RECORDS = 10

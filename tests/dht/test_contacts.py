@@ -6,8 +6,8 @@ import pytest
 
 from shoal.core import Address, Peer, PeerId, PeerUnreachable, UsageError
 from shoal.dht.contacts import Contact, ContactBook, number_of, pack, resolved
-from shoal.transport.networks.memory_network import MemoryNetwork
-from shoal.transport.networks.network import SocketNetwork
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.sockets import SocketNetwork
 
 ID = PeerId(bytes(range(20)))
 HEAD = ID.digest + (31337).to_bytes(2)

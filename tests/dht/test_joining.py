@@ -9,8 +9,8 @@ from dht.worlds import in_world, opened
 from shoal.core import PeerRefused, PeerUnreachable, UsageError
 from shoal.dht.contacts import ID_BITS, number_of
 from shoal.dht.settings import DHTSettings
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript, Skew
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript, Skew
 
 LENIENT = DHTSettings(is_strict=False)
 

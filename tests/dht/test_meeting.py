@@ -12,8 +12,8 @@ from shoal.core import Address, PeerRefused, PeerUnreachable, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript, Skew
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript, Skew
 
 
 def skewed(*peers, offset_s=60.0):

@@ -18,7 +18,7 @@ from shoal.dht.records import Entry, Stored, Value, Verdict
 from shoal.dht.schemas import Schema
 from shoal.dht.settings import DHTSettings
 from shoal.transport import Endpoint, Membership, Profile, SwarmSecret
-from shoal.transport.conditions.conditions import Conditions
+from shoal.transport.network.conditions import Conditions
 
 
 def loop_s():

@@ -12,7 +12,7 @@ from shoal.group import exchange_machines, pair_gossip
 from shoal.group.conditions import Faulty, damage
 from shoal.topology import Weights
 from shoal.transport import FaultScript
-from shoal.transport.conditions.distributions import Draws
+from shoal.transport.network.distributions import Draws
 
 NEIGHBOURS = Weights(0.5, {1: 0.3, 2: 0.2})
 CUT = "[[fault]]\nkind = 'partition'\nat_step = 1\nfor_steps = 1\nbetween = [['rank:0'], ['rank:2']]"

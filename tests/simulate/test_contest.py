@@ -7,7 +7,7 @@ from shoal.simulate.job import Job
 from shoal.simulate.record import CourseRecord
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript, Profile
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 SHAKY = Profile.parse('[ways.default]\nmbit_s = 10\n[ways.default.delay_ms]\nkind = "exponential"\nmean = 30')
 

@@ -6,7 +6,7 @@ from shoal.simulate.exact import run_exact
 from shoal.simulate.world import Compute, StepCosts, World
 from shoal.strategies import make_strategy
 from shoal.transport import Profile
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 SHAKY = Profile.parse(
     '[ways.default]\nmbit_s = 10\nloss = 0.01\n[ways.default.delay_ms]\nkind = "exponential"\nmean = 30'

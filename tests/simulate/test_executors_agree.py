@@ -11,7 +11,7 @@ from shoal.simulate.stacked import RULES, run_stacked
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import Compute, World
 from shoal.transport import Profile
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 NUM_WORKERS = 16
 CONSTANT = Profile.parse("[ways.default]\ndelay_ms = 3")

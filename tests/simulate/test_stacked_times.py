@@ -10,7 +10,7 @@ from shoal.simulate.stacked_times import times_of
 from shoal.simulate.world import Compute, World
 from shoal.topology import make_topology
 from shoal.transport import Profile
-from shoal.transport.conditions.distributions import Exponential
+from shoal.transport.network.distributions import Exponential
 
 SIZE = 12
 PLACES = Profile.parse(

@@ -12,10 +12,10 @@ from shoal.core import Address, Deadline, DeadlineExceeded, LoopThread, Peer, Pe
 from shoal.core.errors import LimitExceeded
 from shoal.core.virtual import run_virtual
 from shoal.tensors.transfer import LEAF_BYTES, HeldState, StateDonor, StateTaker
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.profiles import Profile
 from shoal.transport.messages import Reply
-from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.profiles import Profile
 from shoal.transport.streams.transport import StreamTransport
 
 LINE = """

@@ -1,7 +1,7 @@
 import random
 import threading
 
-from shoal.transport.budget import ByteBudget
+from shoal.transport.limits import ByteBudget
 
 
 def test_takes_and_gives_back():
@@ -18,7 +18,7 @@ def test_first_come_first_served():
     budget.try_take(10)
     granted = []
     for name, size in (("large", 8), ("small", 1), ("other", 5)):
-        budget.stand_in_line(name, size, lambda name=name: granted.append(name))
+        budget.join_queue(name, size, lambda name=name: granted.append(name))
     budget.give_back(5)
     assert granted == []  # the large one is first, though the small ones would fit
     assert not budget.try_take(1)
@@ -33,12 +33,12 @@ def test_whoever_leaves_the_line_lets_others_pass():
     budget = ByteBudget(10)
     budget.try_take(5)
     granted = []
-    budget.stand_in_line("large", 8, lambda: granted.append("large"))
-    budget.stand_in_line("small", 5, lambda: granted.append("small"))
-    assert budget.leave("large")
+    budget.join_queue("large", 8, lambda: granted.append("large"))
+    budget.join_queue("small", 5, lambda: granted.append("small"))
+    assert budget.leave_queue("large")
     assert granted == ["small"]
-    assert not budget.leave("small")  # it holds its bytes now
-    assert not budget.leave("nobody")
+    assert not budget.leave_queue("small")  # it holds its bytes now
+    assert not budget.leave_queue("nobody")
     budget.give_back(5)
     budget.give_back(5)
     assert budget.used_bytes == 0
@@ -47,14 +47,14 @@ def test_whoever_leaves_the_line_lets_others_pass():
 def test_whoever_could_be_served_at_once_is():
     budget = ByteBudget(10)
     granted = []
-    budget.stand_in_line("a", 10, lambda: granted.append("a"))
+    budget.join_queue("a", 10, lambda: granted.append("a"))
     assert granted == ["a"]
 
 
 def test_what_has_arrived_passes_the_line_into_the_spare_bytes():
     budget = ByteBudget(16, spare_bytes=2)
     budget.try_take(16)
-    budget.stand_in_line("large", 16, lambda: None)
+    budget.join_queue("large", 16, lambda: None)
     assert not budget.try_take(1)
     assert budget.try_take(2, may_pass=True)
     assert not budget.try_take(1, may_pass=True)
@@ -70,7 +70,7 @@ def test_a_grant_may_give_back_at_once():
         budget.give_back(1)
 
     for name in range(100):
-        budget.stand_in_line(name, 1, lambda name=name: pass_on(name))
+        budget.join_queue(name, 1, lambda name=name: pass_on(name))
     budget.give_back(1)
     assert granted == list(range(100))
     assert budget.used_bytes == 0
@@ -86,7 +86,7 @@ def test_several_threads():
             size = rng.randint(1, 60)
             if not budget.try_take(size):
                 granted = threading.Event()
-                budget.stand_in_line((seed, number), size, granted.set)
+                budget.join_queue((seed, number), size, granted.set)
                 assert granted.wait(10)
             most[0] = max(most[0], budget.used_bytes)
             budget.give_back(size)

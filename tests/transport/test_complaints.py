@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from shoal.core import ManualClock, Peer
-from shoal.transport.complaints import Complaints
+from shoal.transport.limits import Complaints
 
 LOG = logging.getLogger("test complaints")
 PEER = Peer.at("10.0.0.7:31337")

@@ -13,8 +13,7 @@ from shoal.core import (
     UsageError,
     VersionMismatch,
 )
-from shoal.transport.errors import from_goodbye, from_wire, to_wire
-from shoal.transport.frames import ErrorHead, GoodbyeHead, encode
+from shoal.transport.frames import ErrorHead, GoodbyeHead, encode, from_goodbye, from_wire, to_wire
 
 PEER = Peer.at("10.0.0.7:31337")
 

@@ -37,8 +37,7 @@ from shoal.transport.introductions import (
     read_answer,
 )
 from shoal.transport.messages import Reply
-from shoal.transport.networks.network import SocketNetwork
-from shoal.transport.networks.sockets import unreachable
+from shoal.transport.network.sockets import SocketNetwork, unreachable
 from transport.members import Swarm
 
 LOOPBACK = Address("127.0.0.1", 0)

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from shoal.core import PeerError, UsageError
-from shoal.transport.messages import Reply
-from shoal.transport.payloads import (
+from shoal.transport.messages import (
     EMPTY_REPLY,
+    Reply,
     byte_views,
     checked_reply,
     encode_head,

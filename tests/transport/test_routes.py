@@ -5,7 +5,7 @@ import pytest
 
 from shoal.core import PeerRefused, UsageError
 from shoal.transport.frames import encode
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Routes
 
 
 async def answer(head, buffers):

@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, Peer, Scope
-from shoal.transport.budget import ByteBudget
 from shoal.transport.frames import HEADER, MAGIC, VERSION, Kind, encode, frame
-from shoal.transport.limits import Limits
+from shoal.transport.limits import ByteBudget, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Routes
 from shoal.transport.streams.connection import Connection
 
 LOOPBACK = Address("127.0.0.1", 0)

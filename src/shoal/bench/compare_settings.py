@@ -17,7 +17,7 @@ from shoal.core import UsageError
 from shoal.data.splits import IID, check_split
 from shoal.simulate.world import World
 from shoal.strategies.registry import all_strategies
-from shoal.transport.conditions.distributions import Delay
+from shoal.transport.network.distributions import Delay
 
 Executor = Literal["auto", "exact", "stacked"]
 ALL = "all"

@@ -28,7 +28,7 @@ from shoal.transport.introductions import (
     outcome_of,
     read_answer,
 )
-from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.trust.membership import Membership, is_loopback
 
 PATIENCE_S = 4.0

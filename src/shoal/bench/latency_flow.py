@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.core import Deadline, fanout
 from shoal.core.clock import Clock, running_clock
-from shoal.transport.conditions.distributions import Draws, Exponential, sampler_of
+from shoal.transport.network.distributions import Draws, Exponential, sampler_of
 
 
 class Client(Protocol):

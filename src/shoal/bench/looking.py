@@ -18,9 +18,9 @@ from cryptography.x509.oid import NameOID
 
 from shoal.core import Address
 from shoal.transport.frames import HEADER, MAGIC
-from shoal.transport.networks.network import Network
-from shoal.transport.trust.certificates import AUTHORITY_NAME, VALID_BEFORE_S, Authority
+from shoal.transport.network.sockets import Network
 from shoal.transport.trust.secret import SwarmSecret
+from shoal.transport.trust.tls import AUTHORITY_NAME, VALID_BEFORE_S, Authority
 
 Reach = Literal["open", "refused", "silent", "unreachable", "unknown host"]
 """How far a plain TCP connection comes; `silent` means that nothing came back at all."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import Address, Clock
 from shoal.transport import Network, SocketNetwork
-from shoal.transport.networks.network import Accepted, Listener, SocketAccepted, SocketListener
+from shoal.transport.network.sockets import Accepted, Listener, SocketAccepted, SocketListener
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,7 +13,7 @@ from typing import Literal
 from shoal.bench.cost_model import Line, Link, Network
 from shoal.core import Address
 from shoal.transport import Conditions, Profile
-from shoal.transport.conditions.distributions import sampler_of
+from shoal.transport.network.distributions import sampler_of
 
 _NUM_QUANTILES = 200
 

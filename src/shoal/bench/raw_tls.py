@@ -14,9 +14,8 @@ from shoal.bench.children import Parent
 from shoal.bench.raw_sockets import RawClient, echo_all
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.identity import Identity
-from shoal.transport.trust.certificates import Authority
 from shoal.transport.trust.secret import SwarmSecret
-from shoal.transport.trust.tls import make_context
+from shoal.transport.trust.tls import Authority, make_context
 
 # nothing is protected by it: both ends are of this benchmark, on one machine
 _SECRET_TEXT = "the ceiling has nothing to hide from anybody"

@@ -6,7 +6,7 @@ from shoal.bench.facts import CLOCK_FAIL_S, Facts, any_host, duration
 from shoal.bench.findings import Finding, fail, ok, warn
 from shoal.core import Address
 from shoal.transport.introductions import Attempt, Way
-from shoal.transport.networks.sockets import is_wildcard
+from shoal.transport.network.sockets import is_wildcard
 from shoal.transport.trust.membership import is_loopback
 
 # --- to the peer ---

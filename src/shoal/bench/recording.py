@@ -17,13 +17,13 @@ import msgspec
 from shoal.bench.facts import date
 from shoal.bench.joining import Member, failure_text, new_endpoint
 from shoal.core import Address, Clock, Deadline, DeadlineExceeded, ShoalError, UsageError, fanout
-from shoal.transport.conditions.distributions import Recorded
-from shoal.transport.conditions.profiles import Between, Profile, Ways, patterns_of
-from shoal.transport.conditions.profiles import Way as ProfileWay
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, About, Source, Way, ask_about
 from shoal.transport.limits import KIB, MIB
-from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.network.distributions import Recorded
+from shoal.transport.network.profiles import Between, Profile, Ways, patterns_of
+from shoal.transport.network.profiles import Way as ProfileWay
+from shoal.transport.network.sockets import Network, SocketNetwork
 
 _MIN_DELAYS = 5
 _PROBE_BYTES = 4 * KIB

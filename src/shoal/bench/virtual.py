@@ -30,7 +30,7 @@ from shoal.transport import (
     StreamTransport,
     Transport,
 )
-from shoal.transport.networks.memory_network import MemoryHost
+from shoal.transport.network.memory import MemoryHost
 
 _CALL_S = 10.0
 _PAYLOAD_BYTES = 64

@@ -132,7 +132,7 @@ def dht(
 
 
 def _introduce(peer: DHT, *, is_new: bool) -> None:
-    from shoal.transport.networks.sockets import is_wildcard
+    from shoal.transport.network.sockets import is_wildcard
     from shoal.transport.trust.membership import is_loopback
 
     address, num_known = peer.endpoint.addresses[0], len(peer.table)

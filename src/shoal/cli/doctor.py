@@ -159,7 +159,7 @@ def _join(target: Address, member: Member, listen: Address | None, json_file: Pa
 def _serve(address: Address, member: Member) -> None:
     from shoal.bench.joining import serve
     from shoal.core import LoopThread
-    from shoal.transport.networks.sockets import is_wildcard
+    from shoal.transport.network.sockets import is_wildcard
 
     told: dict[str, None] = {}
     num_lines = 0

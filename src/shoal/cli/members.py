@@ -41,8 +41,7 @@ def member_of(
 ) -> Member:
     """Who has this identity and the secret that was given, by file or by environment, if any."""
     from shoal.bench.joining import Member
-    from shoal.transport.trust.access import Access
-    from shoal.transport.trust.membership import Membership
+    from shoal.transport.trust.membership import Access, Membership
     from shoal.transport.trust.secret import SwarmSecret
 
     secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()

@@ -7,8 +7,7 @@ import struct
 
 from shoal.core import Address, Peer, PeerId, UsageError
 from shoal.core.ids import ID_BYTES
-from shoal.transport.networks.network import Network
-from shoal.transport.networks.sockets import unreachable
+from shoal.transport.network.sockets import Network, unreachable
 from shoal.transport.trust.membership import is_loopback
 
 ID_BITS = 8 * ID_BYTES

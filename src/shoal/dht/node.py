@@ -52,7 +52,7 @@ from shoal.dht.tracks import Track
 from shoal.dht.upkeep import Upkeep
 from shoal.transport import Endpoint, Membership
 from shoal.transport.datagrams.sessions import RoundTrips
-from shoal.transport.networks.sockets import is_wildcard, outward_host
+from shoal.transport.network.sockets import is_wildcard, outward_host
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ since many peers live there.
 from __future__ import annotations
 
 from shoal.core import Address, Peer, PeerBusy
+from shoal.core.limits import RateLimiter
 from shoal.dht.settings import DHTSettings
-from shoal.transport.shares import Shares
 from shoal.transport.trust.membership import is_loopback
 
 OWNED_COST = 10
@@ -27,8 +27,8 @@ class Rates:
 
     def __init__(self, settings: DHTSettings) -> None:
         self._settings = settings
-        self._messages = Shares(settings.max_messages_a_s, BURST_S * settings.max_messages_a_s)
-        self._records = Shares(settings.max_records_a_s, BURST_S * settings.max_records_a_s)
+        self._messages = RateLimiter(settings.max_messages_a_s, BURST_S * settings.max_messages_a_s)
+        self._records = RateLimiter(settings.max_records_a_s, BURST_S * settings.max_records_a_s)
 
     def take_messages(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has asked too often."""

@@ -194,7 +194,7 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def load_config(path: Path | None, given: Mapping[str, Any]) -> HostingConfig:
     """What a file says, if there is one, and what was `given` beside it, which wins; checked as a whole."""
-    from shoal.transport.conditions.documents import read_file
+    from shoal.transport.network.documents import read_file
 
     known = (
         {} if path is None else msgspec.structs.asdict(read_file(path, HostingConfig, "the configuration"))

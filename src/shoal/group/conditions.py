@@ -23,9 +23,9 @@ from shoal.group.functions import others, spread_over_ranks
 from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
-from shoal.transport.conditions import documents
-from shoal.transport.conditions.distributions import Draws
-from shoal.transport.conditions.faults import (
+from shoal.transport.network import documents
+from shoal.transport.network.distributions import Draws
+from shoal.transport.network.faults import (
     AnyFault,
     Duplicate,
     Event,
@@ -37,8 +37,8 @@ from shoal.transport.conditions.faults import (
     Skew,
     Slow,
 )
-from shoal.transport.conditions.faulty_links import Effects, effects_on
-from shoal.transport.networks.pipes import Passage
+from shoal.transport.network.links import Effects, effects_on
+from shoal.transport.network.pipes import Passage
 
 T = TypeVar("T")
 _WHAT = "The fault script of a group"

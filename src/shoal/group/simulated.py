@@ -30,7 +30,7 @@ from shoal.group.operations import OperationPlan
 from shoal.group.solo import LocalGroup, LocalNetwork, PendingOperation
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions
-from shoal.transport.networks.pipes import Link, Passage
+from shoal.transport.network.pipes import Link, Passage
 
 T = TypeVar("T")
 CallAt: TypeAlias = Callable[[float, Callable[[], None]], None]

@@ -22,7 +22,7 @@ from shoal.group.simulated import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetw
 from shoal.group.solo import SoloGroup
 from shoal.simulate.world import World
 from shoal.transport import Conditions
-from shoal.transport.conditions.faults import Event, JoinWorld, Kill, LeaveWorld, Schedule
+from shoal.transport.network.faults import Event, JoinWorld, Kill, LeaveWorld, Schedule
 
 MESSAGE_S = 0.001
 """So long a message between a worker and the coordinator takes."""

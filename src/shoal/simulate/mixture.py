@@ -19,7 +19,7 @@ from shoal.data.seeds import mix
 from shoal.simulate.mixture_model import MixtureModel
 from shoal.simulate.mixture_settings import MixtureSettings
 from shoal.simulate.mixture_steps import StepGradients
-from shoal.transport.conditions.distributions import Draws
+from shoal.transport.network.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081
 """Of MNIST's pixels."""

@@ -21,7 +21,7 @@ from shoal.simulate import stacked_tape
 from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Tape, Wait
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions
-from shoal.transport.networks.pipes import Passage
+from shoal.transport.network.pipes import Passage
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 _CALL = -1

@@ -19,7 +19,7 @@ from shoal.simulate.stacked_replay import replay
 from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Operation, Ring, Tape, Wait
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Profile
-from shoal.transport.conditions.profiles import Way
+from shoal.transport.network.profiles import Way
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.core import Address, UsageError
 from shoal.transport import FaultScript, Profile
-from shoal.transport.conditions.distributions import Delay, Draws, Positive, Sampler, sampler_of
+from shoal.transport.network.distributions import Delay, Draws, Positive, Sampler, sampler_of
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

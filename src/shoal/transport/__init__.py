@@ -1,19 +1,18 @@
 """How bytes move between peers: streams, datagrams, who may talk, and networks that misbehave on purpose."""
 
-from shoal.transport.conditions.conditions import Conditions
-from shoal.transport.conditions.faults import FaultScript
-from shoal.transport.conditions.profiles import Profile
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.limits import Limits
 from shoal.transport.memory import ALIGNMENT_BYTES, BufferPool, aligned_memory, byte_view
 from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
-from shoal.transport.networks.memory_network import MemoryNetwork
-from shoal.transport.networks.network import Network, SocketNetwork
-from shoal.transport.networks.shaping import ShapedNetwork, shaped
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.faults import FaultScript
+from shoal.transport.network.memory import MemoryNetwork
+from shoal.transport.network.profiles import Profile
+from shoal.transport.network.shaped import ShapedNetwork, shaped
+from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.membership import Access, Membership
 from shoal.transport.trust.secret import SwarmSecret
 
 __all__ = [

@@ -11,9 +11,8 @@ from shoal.core import Address, LoopThread, PeerId, UsageError
 from shoal.transport import introductions
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
-from shoal.transport.messages import Allocate, Serve, ServeChannel
-from shoal.transport.networks.network import Network, SocketNetwork
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Allocate, Routes, Serve, ServeChannel
+from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
 

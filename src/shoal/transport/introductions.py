@@ -26,12 +26,12 @@ from shoal.core import (
     VersionMismatch,
     fanout,
 )
+from shoal.core.limits import RateLimiter
 from shoal.core.untrusted import visible_line
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.messages import Head, Reply
-from shoal.transport.shares import Shares
 
 if TYPE_CHECKING:
     from shoal.transport.endpoint import Endpoint
@@ -97,7 +97,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class DialedBack(msgspec.Struct, frozen=True):
-    """How dialing back went."""
+    """Tells how dialing back went, over each way."""
 
     address: _Text
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=2)]
@@ -110,16 +110,16 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Introductions:
-    """The handlers of one endpoint."""
+    """Answers the methods of this file for one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._dial_backs = Shares(1 / _EVERY_S, _BURST)
+        self._dial_backs = RateLimiter(1 / _EVERY_S, _BURST)
         self._num_dialing = 0
         self._block: memoryview | None = None
 
     def about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Who this is."""
+        """Tell who this is, and how the caller looks from here."""
         endpoint, caller = self._endpoint, head.payload
         software = f", shoal {caller.software}" if caller.software else ""
         way = f" over {caller.way.upper()}" if caller.way in WAYS else ""
@@ -178,10 +178,10 @@ class Introductions:
             await ask_about(stranger, target, way, deadline)
 
     def sink(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        """Take bytes and drop them."""
+        """Take the bytes of a caller that measures its line, and drop them."""
 
     def source(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Answer with bytes."""
+        """Answer with as many bytes as were asked for."""
         whole, rest = divmod(head.payload.size_bytes, _BLOCK_BYTES)
         self._block = block = self._block or memoryview(self._endpoint.network.random.randbytes(_BLOCK_BYTES))
         return Reply(None, [block] * whole + ([block[:rest]] if rest else []))

@@ -1,18 +1,28 @@
-"""What a peer puts up with: sizes, counts and times, with defaults that a home machine survives."""
+"""What a peer puts up with: its limits, bytes that calls share, and rates for each of many peers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.core import LimitExceeded, UsageError
+from shoal.core import SYSTEM_CLOCK, Clock, LimitExceeded, Peer, UsageError
+from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_MAX_LINES = 10
+_LINES_S = 1.0
+_MAX_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of a transport; every peer has its own, and says those that concern callers in its hello."""
+    """Settings of a transport, with defaults that a home machine survives.
+
+    Every peer has its own, and says those that concern callers in its hello.
+    """
 
     max_connections: int = 1024
     """Accepted connections; one more makes the oldest that has said nothing go, or is refused."""
@@ -58,3 +68,108 @@ class Limits:
                 f"{self.max_message_bytes:,} bytes in {self.max_buffers:,}.",
                 next_step="send it in parts through a channel, or raise the receiver's limits.",
             )
+
+
+class ByteBudget:
+    """Bytes that all connections of a transport share, first come, first served. For any thread.
+
+    What has arrived already may pass the line, and use `spare_bytes` more: it takes memory as it is.
+    What asks for more than the whole budget is the caller's mistake: limits are checked before.
+    """
+
+    def __init__(self, max_bytes: int, spare_bytes: int = 0) -> None:
+        self.max_bytes = max_bytes
+        self._spare_bytes = spare_bytes
+        self._used_bytes = 0
+        self._waiting: collections.OrderedDict[object, tuple[int, Callable[[], None]]] = (
+            collections.OrderedDict()
+        )
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes that are taken now."""
+        return self._used_bytes
+
+    def try_take(self, size_bytes: int, *, may_pass: bool = False) -> bool:
+        """Take bytes now, if there are as many and nobody stands in line for them."""
+        with self._lock:
+            max_bytes = self.max_bytes + self._spare_bytes if may_pass else self.max_bytes
+            if self._used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
+                return False
+            self._used_bytes += size_bytes
+            return True
+
+    def join_queue(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
+        """Wait for bytes; whoever gives some back calls `when_granted` once these are taken."""
+        with self._lock:
+            self._waiting[ticket] = (size_bytes, when_granted)
+            granted = self._grant()
+        for grant in granted:
+            grant()
+
+    def leave_queue(self, ticket: object) -> bool:
+        """Stop waiting; False when it did not wait (any more) and so holds its bytes."""
+        with self._lock:
+            was_waiting = self._waiting.pop(ticket, None) is not None
+            granted = self._grant()
+        for when_granted in granted:
+            when_granted()
+        return was_waiting
+
+    def give_back(self, size_bytes: int) -> None:
+        """Return bytes that were taken."""
+        with self._lock:
+            self._used_bytes -= size_bytes
+            if not self._waiting:
+                return
+            granted = self._grant()
+        for when_granted in granted:
+            when_granted()
+
+    def _grant(self) -> list[Callable[[], None]]:
+        granted = []
+        while self._waiting:
+            ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
+            if self._used_bytes + size_bytes > self.max_bytes:
+                break
+            del self._waiting[ticket]
+            self._used_bytes += size_bytes
+            granted.append(when_granted)
+        return granted
+
+
+class Complaints:
+    """Logs what misbehaving peers did, ten lines a second at most, and counts the rest. For any thread."""
+
+    def __init__(self, log: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._log = log
+        self._clock = clock
+        self._since_s = clock.now_s()
+        self._num_lines = 0
+        self._num_left_out = 0
+        self._lock = threading.Lock()
+
+    def add(self, what: str, peer: Peer, why: str) -> None:
+        """Say what was done to whom, and why."""
+        with self._lock:
+            now_s = self._clock.now_s()
+            if now_s - self._since_s >= _LINES_S:
+                self._summarize()
+                self._since_s, self._num_lines = now_s, 0
+            if self._num_lines >= _MAX_LINES:
+                self._num_left_out += 1
+                return
+            self._num_lines += 1
+        # what a stranger sent may be part of it: it must not look like further lines of the log
+        self._log.warning("%s (%s): %s", what, peer, visible_line(why[:_MAX_TEXT])[:_MAX_TEXT])
+
+    def flush(self) -> None:
+        """Tell what was left out so far."""
+        with self._lock:
+            self._summarize()
+
+    def _summarize(self) -> None:
+        if self._num_left_out:
+            self._log.warning("and %d more complaints of this kind", self._num_left_out)
+            self._num_left_out = 0

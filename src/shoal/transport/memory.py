@@ -131,7 +131,7 @@ class BufferPool:
         return memoryview(lease)
 
     def allocate_all(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
-        """One buffer for each size."""
+        """Allocate one buffer for each size."""
         return [self.allocate(size_bytes) for size_bytes in sizes_bytes]
 
     def copy_in(self, sizes_bytes: Sequence[int], body: memoryview) -> list[memoryview]:

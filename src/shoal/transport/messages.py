@@ -1,21 +1,28 @@
-"""What a transport is to those who use it: calls, channels, handlers and replies.
+"""What a transport is to those who use it: calls, channels, replies, and the handlers that answer.
 
 A transport moves a MessagePack payload and raw buffers; what the buffers mean is the business of others.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from shoal.core import Address, Deadline, Peer
+from shoal.core import Address, Deadline, Peer, PeerError, PeerRefused, UsageError
+from shoal.transport.frames import encode
+from shoal.transport.memory import byte_view
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+log = logging.getLogger(__name__)
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -32,7 +39,7 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """All buffers together."""
+        """The bytes of all buffers together."""
         return sum(self.sizes)
 
 
@@ -44,6 +51,9 @@ class Reply(msgspec.Struct):
     on_sent: Callable[[], None] | None = None
     """Called once when the transport needs the buffers no more, sent or not: they may be used again."""
 
+
+EMPTY_REPLY = Reply()
+"""The answer of a handler that returns None."""
 
 Allocate = Callable[[Head], "Sequence[Buffer]"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
@@ -137,3 +147,135 @@ class Transport(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End every call and close every connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The handler of one method, and how its payload is read."""
+
+    serve: Serve | None
+    serve_channel: ServeChannel | None
+    allocate: Allocate | None
+    decoder: msgspec.msgpack.Decoder[Any] | None
+    is_plain_function: bool
+
+
+class Routes:
+    """The methods of one peer, and which handler answers each."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, Route] = {}
+
+    def add(self, method: str, serve: Serve, allocate: Allocate | None, payload_type: Any) -> None:
+        """Register a handler of calls."""
+        self._add(method, Route(serve, None, allocate, _decoder(payload_type), not _is_async(serve)))
+
+    def add_channel(self, method: str, serve: ServeChannel, payload_type: Any) -> None:
+        """Register a handler of channels."""
+        self._add(method, Route(None, serve, None, _decoder(payload_type), is_plain_function=False))
+
+    def remove(self, method: str) -> None:
+        """Stop answering this method."""
+        self._routes.pop(method, None)
+
+    def find(self, method: str) -> Route:
+        """The handler of a method; PeerRefused, for the caller to read, when there is none."""
+        route = self._routes.get(method)
+        if route is None:
+            near = difflib.get_close_matches(method[:100], self._routes, n=1)
+            raise PeerRefused(
+                f"this peer has no method {method[:100]!r}.",
+                next_step=f"did you mean {near[0]!r}?"
+                if near
+                else "check that both sides run the same version.",
+            )
+        return route
+
+    def _add(self, method: str, route: Route) -> None:
+        if method in self._routes:
+            raise UsageError(
+                f"The method {method!r} has a handler already.", next_step="choose another name."
+            )
+        self._routes[method] = route
+
+
+def _decoder(payload_type: Any) -> msgspec.msgpack.Decoder[Any] | None:
+    return None if payload_type is Any else msgspec.msgpack.Decoder(payload_type)
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+# --- what callers and handlers give to be sent or filled ---
+
+
+def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview]:
+    """Byte views of the memory that was picked for a message; PeerError when it does not fit the message."""
+    views = byte_views(given)
+    if [len(view) for view in views] != list(sizes):
+        raise PeerError(
+            f"The message has buffers of {_list(sizes)} bytes, "
+            f"the memory given for it {_list([len(view) for view in views])}.",
+            cause="the two sides disagree on what is exchanged.",
+            next_step="compare the shapes and dtypes that both sides use.",
+        )
+    if any(view.readonly for view in views):
+        raise UsageError(
+            "The memory given for a message is read-only.", next_step="give a bytearray or writable array."
+        )
+    return views
+
+
+def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
+    """The bytes of buffers that are to be sent or filled; UsageError when one of them has none."""
+    try:
+        return [byte_view(buffer) for buffer in buffers]
+    except (TypeError, ValueError, BufferError) as error:
+        raise UsageError(
+            f"A buffer cannot be used: {error}.",
+            cause="buffers are contiguous bytes-like objects.",
+            next_step="pack tensors with shoal.tensors.pack first.",
+        ) from error
+
+
+def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
+    """A message's head as it travels; UsageError when its payload cannot, or is more than any peer takes."""
+    try:
+        encoded = encode(head)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"The payload of {method} cannot be sent: {error}",
+            cause="payloads carry what MessagePack carries; tensors and arrays travel as buffers.",
+        ) from error
+    if len(encoded) > max_bytes:
+        raise UsageError(
+            f"The payload of {method} takes {len(encoded):,} bytes; {max_bytes:,} are allowed.",
+            next_step="send large things as buffers.",
+        )
+    return encoded
+
+
+def checked_reply(returned: Any) -> Reply:
+    """What a handler returned; TypeError when it is no reply."""
+    if returned is None:
+        return EMPTY_REPLY
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise TypeError("a plain function answered with a coroutine; make the handler itself 'async def'")
+    if not isinstance(returned, Reply):
+        raise TypeError(f"a handler answers with a Reply or None, not with a {type(returned).__name__}")
+    return returned
+
+
+def release(reply: Reply) -> None:
+    """Tell a reply's owner that its buffers are free again."""
+    if reply.on_sent is not None:
+        try:
+            reply.on_sent()
+        except Exception:
+            log.exception("on_sent of a reply failed")
+
+
+def _list(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "") if sizes else "no"

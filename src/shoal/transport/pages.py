@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from shoal.core import Address, UsageError
+from shoal.transport.trust.membership import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What stands at one path."""
+    """What is served at one path."""
 
     make: Callable[[], str]
     """Called on the loop, for each request."""
@@ -36,7 +37,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All that a server gives."""
+    """What one server serves: its pages, and what it is called."""
 
     pages: Mapping[str, Page]
     """By path."""
@@ -61,7 +62,7 @@ class PageServer:
         self._connections: dict[_Connection, None] = {}
 
     async def __aenter__(self) -> Self:
-        is_choosy = self._site.is_for_browsers and _is_loopback(self._wanted.host)
+        is_choosy = self._site.is_for_browsers and is_loopback(self._wanted.host.lower())
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 lambda: _Connection(self._site, self._connections, is_choosy=is_choosy),
@@ -87,7 +88,7 @@ class PageServer:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The address that it listens on."""
         if self._server is None:
             raise UsageError("The server is not open.", next_step="use it inside 'async with'.")
         host, port = self._server.sockets[0].getsockname()[:2]  # type: ignore[attr-defined]
@@ -210,10 +211,3 @@ def _is_local_name(host: str) -> bool:
     except ValueError:
         return host.lower() == _LOCAL
     return True
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == _LOCAL

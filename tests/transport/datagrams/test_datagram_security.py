@@ -19,8 +19,7 @@ from shoal.transport.datagrams.handshake import (
 from shoal.transport.datagrams.sessions import AeadSeal
 from shoal.transport.datagrams.wire import PREFIX, SEALED, Kind, encode_frames, encode_request
 from shoal.transport.frames import encode
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.membership import Access, Membership
 from transport.lossy import Air, open_on, run_virtual
 from transport.members import Swarm, assert_tells_nothing
 from transport.wire import soon

@@ -14,7 +14,7 @@ from shoal.transport.datagrams.callee import (
     TAKE_LARGE,
     LargeAnswers,
 )
-from shoal.transport.routes import Routes
+from shoal.transport.messages import Routes
 from transport.lossy import run_virtual
 
 ALICE, BOB = PeerId(b"a" * 20), PeerId(b"b" * 20)

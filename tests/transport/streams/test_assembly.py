@@ -1,8 +1,7 @@
 import pytest
 
 from shoal.core import ProtocolError
-from shoal.transport.streams.assembly import Arrivals, Assembly
-from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.streams.decoder import Arrivals, Assembly, FrameDecoder
 
 
 def views(*sizes):
@@ -29,13 +28,11 @@ def test_more_than_was_announced_is_refused():
 
 
 def test_without_room_everything_is_dropped_until_a_new_start():
-    assembly = Assembly.without_room(10, lambda: None)
-    assert not assembly.has_room
+    assembly = Assembly((), 10, lambda: None)
     assert assembly.next_targets(6, is_from_start=False) is None
     with pytest.raises(ProtocolError, match="not asked"):
         assembly.next_targets(6, is_from_start=True)
-    assembly.make_room(views(10))
-    assert assembly.has_room
+    assembly.views = views(10)
     assert assembly.next_targets(4, is_from_start=False) is None  # the rest of the first attempt
     assert [len(target) for target in assembly.next_targets(7, is_from_start=True)] == [7]
     assert [len(target) for target in assembly.next_targets(3, is_from_start=False)] == [3]

@@ -19,7 +19,7 @@ from shoal.core import Peer
 from shoal.tensors import allocate_for, pack, read_specs, unpack
 from shoal.transport import Limits, Reply, StreamTransport
 from shoal.transport.frames import HEADER, VERSION, ErrorHead, GoodbyeHead, Kind, frame
-from shoal.transport.streams import shard
+from shoal.transport.streams import transport as shard
 from transport.wire import (
     LOOPBACK,
     chunk,

@@ -33,10 +33,10 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.transport import Limits, Reply, StreamTransport
 from shoal.transport.frames import Kind
-from shoal.transport.streams import shard
+from shoal.transport.streams import transport as shard
 from shoal.transport.trust import tls
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.certificates import Authority, chain_pem
+from shoal.transport.trust.membership import Access
+from shoal.transport.trust.tls import Authority, chain_pem
 from transport.members import Swarm, assert_tells_nothing
 from transport.wire import LOOPBACK, dial, hello, open_descriptors, parse, soon, until
 

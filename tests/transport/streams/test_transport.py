@@ -34,8 +34,8 @@ from shoal.core import (
 )
 from shoal.transport import Limits, Reply, StreamTransport
 from shoal.transport.frames import GoodbyeHead, Kind, encode, frame
-from shoal.transport.networks import network
-from shoal.transport.streams import shard
+from shoal.transport.network import sockets as network
+from shoal.transport.streams import transport as shard
 from shoal.transport.streams import transport as stream
 from transport.wire import LOOPBACK, hello, open_descriptors, parse, resident_bytes, soon, until
 

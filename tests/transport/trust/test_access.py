@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.core import PeerId, UsageError
-from shoal.transport.trust.access import Access
+from shoal.transport.trust.membership import Access
 
 A, B, C = (PeerId(bytes([n]) * 20) for n in (1, 2, 3))
 

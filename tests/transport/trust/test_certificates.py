@@ -10,7 +10,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shoal.core import IdentityError
 from shoal.core.identity import Identity
-from shoal.transport.trust.certificates import Authority, chain_pem, peer_id_of
+from shoal.transport.trust.tls import Authority, chain_pem, peer_id_of
 from transport.members import Swarm, assert_tells_nothing
 
 DAY = datetime.timedelta(days=1)

@@ -25,7 +25,7 @@ from shoal.core import (
 )
 from shoal.transport.streams.decoder import FrameDecoder
 from shoal.transport.trust import tls
-from shoal.transport.trust.certificates import peer_id_of
+from shoal.transport.trust.tls import peer_id_of
 from transport.members import Swarm, assert_tells_nothing
 from transport.wire import open_descriptors, until
 

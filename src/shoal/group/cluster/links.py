@@ -53,7 +53,7 @@ from shoal.core.loop import ByteThreads
 from shoal.group.base import Handle
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import BufferPool, Membership, byte_view
-from shoal.transport.trust.certificates import peer_id_of
+from shoal.transport.trust.tls import peer_id_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -47,20 +47,21 @@ from shoal.transport.datagrams.wire import (
     cut,
     encode_failure,
 )
-from shoal.transport.errors import to_wire
-from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
+from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
 from shoal.transport.limits import MIB
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import (
+from shoal.transport.messages import (
     EMPTY_REPLY,
+    Head,
+    Reply,
+    Route,
+    Routes,
     byte_views,
     checked_reply,
     encode_head,
     fitting_views,
     release,
 )
-from shoal.transport.routes import Route, Routes
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport

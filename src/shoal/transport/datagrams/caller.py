@@ -56,10 +56,8 @@ from shoal.transport.datagrams.wire import (
     encode_request,
     renumbered,
 )
-from shoal.transport.errors import from_wire
-from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import fitting_views
+from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
+from shoal.transport.messages import Head, Reply, fitting_views
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport

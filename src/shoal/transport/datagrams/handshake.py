@@ -62,8 +62,7 @@ from shoal.transport.frames import UNREADABLE, encode
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
-    from shoal.transport.trust.access import Access
-    from shoal.transport.trust.membership import Membership
+    from shoal.transport.trust.membership import Access, Membership
 
 MAX_CLOCK_GAP_S = 300.0
 """A hello older or newer than this is refused: it may be a recorded one."""

@@ -28,8 +28,6 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.limits import RateLimiter
-from shoal.transport.budget import ByteBudget
-from shoal.transport.complaints import Complaints
 from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, TAKE_LARGE, CalleeSession, LargeAnswers
 from shoal.transport.datagrams.caller import (
     AskOverStream,
@@ -57,13 +55,21 @@ from shoal.transport.datagrams.wire import (
     SocketAddress,
 )
 from shoal.transport.frames import Mode
-from shoal.transport.limits import Limits
+from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
-from shoal.transport.networks.network import Network, SocketNetwork
-from shoal.transport.networks.sockets import unreachable
-from shoal.transport.payloads import byte_views, encode_head
-from shoal.transport.routes import Routes
+from shoal.transport.messages import (
+    Allocate,
+    Channel,
+    Head,
+    Reply,
+    Routes,
+    Serve,
+    ServeChannel,
+    Transport,
+    byte_views,
+    encode_head,
+)
+from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
 from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
 
 if TYPE_CHECKING:

@@ -20,18 +20,18 @@ from shoal.core import (
     ShoalError,
 )
 from shoal.core.scope import settle
-from shoal.transport.errors import from_wire
 from shoal.transport.frames import (
     INLINE_BYTES,
     UNREADABLE,
     ErrorHead,
+    GrantHead,
     Kind,
     MessageHead,
     Mode,
     decode_payload,
+    from_wire,
 )
-from shoal.transport.messages import Allocate, Head, Reply
-from shoal.transport.payloads import byte_views, encode_head, fitting_views
+from shoal.transport.messages import Allocate, Head, Reply, byte_views, encode_head, fitting_views
 
 if TYPE_CHECKING:
     from shoal.transport.streams.channel import StreamChannel
@@ -112,15 +112,6 @@ class Calling:
                 call.is_granted.exception()  # it came in the same moment; nobody asks for it now
             raise
 
-    async def open_channel(
-        self, method: str, payload: Any, deadline: Deadline
-    ) -> tuple[PendingCall, Callable[[], None]]:
-        """Begin a channel; the second value ends it, whatever state it is in."""
-        if self.is_full:
-            await self.wait_for_place(method, deadline)
-        call = self.begin(method, payload, (), deadline, None, Mode.CHANNEL)
-        return call, lambda: self.end(call)
-
     def on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
         """An answer has come, or begins to arrive when its buffers are large."""
         call = self._pending.get(call_id)
@@ -147,7 +138,7 @@ class Calling:
             return
         connection.arrivals.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
 
-    def on_error(self, call_id: int, head: ErrorHead) -> None:
+    def on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
         """The peer says that a call failed."""
         call = self._pending.get(call_id)
         if call is None:
@@ -157,12 +148,12 @@ class Calling:
         if not call.answer.done():
             call.answer.set_exception(from_wire(head, self._connection.peer, call.method))
 
-    def on_grant(self, call_id: int, *, is_from_start: bool) -> None:
+    def on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
         """The peer has room for a request's buffers."""
         call = self._pending.get(call_id)
         if call is None or call.is_settled:
             return
-        if is_from_start:
+        if head.from_start:
             self._connection.outbox.resend(call_id, call.views)
         else:
             self._connection.outbox.grant(call_id)

@@ -20,8 +20,7 @@ from shoal.transport.frames import (
     decode_payload,
     encode,
 )
-from shoal.transport.messages import Reply
-from shoal.transport.payloads import byte_views, encode_head
+from shoal.transport.messages import Reply, byte_views, encode_head
 
 if TYPE_CHECKING:
     from shoal.transport.streams.connection import Connection
@@ -52,7 +51,7 @@ class StreamChannel:
         answer.add_done_callback(lambda _: self._changed.set())
 
     def open_window(self) -> None:
-        """Let the other side send."""
+        """Tell the other side how many bytes it may send."""
         self._is_open = True
         self._connection.send(Kind.WINDOW, self._call_id, encode(WindowHead(self._window_bytes)))
 

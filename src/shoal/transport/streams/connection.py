@@ -12,11 +12,10 @@ import enum
 import logging
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from shoal._version import __version__
 from shoal.core import (
-    Clock,
     IdentityError,
     LimitExceeded,
     Peer,
@@ -31,64 +30,33 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
-from shoal.transport.budget import ByteBudget
-from shoal.transport.errors import from_goodbye
 from shoal.transport.frames import (
     INLINE_BYTES,
-    ErrorHead,
     GoodbyeHead,
-    GrantHead,
     HelloHead,
     Kind,
     MessageHead,
-    RequestHead,
     WindowHead,
     encode,
+    from_goodbye,
 )
 from shoal.transport.limits import Limits
-from shoal.transport.memory import BufferPool
-from shoal.transport.networks.carrier import release, sending_directly
-from shoal.transport.routes import Routes
-from shoal.transport.streams.assembly import Arrivals
+from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.streams.calling import Calling, ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.streams.decoder import Arrivals, FrameDecoder
 from shoal.transport.streams.outbox import Outbox
 from shoal.transport.streams.serving import Serving
-from shoal.transport.streams.watch import Watch
-from shoal.transport.trust.access import Access
-from shoal.transport.trust.certificates import peer_id_of
-from shoal.transport.trust.tls import explain
+from shoal.transport.trust.tls import explain, peer_id_of
+
+if TYPE_CHECKING:
+    from shoal.transport.streams.transport import Shard
 
 log = logging.getLogger(__name__)
 
 _GOODBYE_CODES = {VersionMismatch: "version", PeerRefused: "refused"}
+_MAX_ELAPSED_S = 2.0  # of one look: when this process itself stood still, the peer is not to blame
 _LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
-
-
-class Host(Protocol):
-    """What a connection needs from the transport that it belongs to."""
-
-    peer_id: PeerId | None
-    limits: Limits
-    routes: Routes
-    budget: ByteBudget
-    pool: BufferPool
-    clock: Clock
-    access: Access | None
-    """Who may talk, where connections are TLS between members; None where they are plain."""
-
-    def watch(self, connection: Connection) -> None:
-        """Something is expected: call `check` about once a second, until it says that nothing is."""
-
-    def unwatch(self, connection: Connection) -> None:
-        """Nothing is expected any more."""
-
-    def on_lost(self, connection: Connection) -> None:
-        """The connection is over."""
-
-    def complain(self, peer: Peer, error: ShoalError) -> None:
-        """The other side misbehaved and was cut off."""
 
 
 class _State(enum.Enum):
@@ -102,11 +70,11 @@ class _State(enum.Enum):
 class Connection(asyncio.BufferedProtocol):
     """Lives on one loop; every method is called on that loop's thread."""
 
-    def __init__(self, host: Host, scope: Scope, peer: Peer, *, is_dialer: bool) -> None:
-        self.host = host
-        self.limits = host.limits
-        self.routes = host.routes
-        self.budget = host.budget
+    def __init__(self, shard: Shard, scope: Scope, peer: Peer, *, is_dialer: bool) -> None:
+        self.shard = shard
+        self.limits = shard.limits
+        self.routes = shard.routes
+        self.budget = shard.budget
         self.scope = scope
         self.peer = peer
         self.is_dialer = is_dialer
@@ -120,43 +88,57 @@ class Connection(asyncio.BufferedProtocol):
         self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
-        self.pool = host.pool
+        self.pool = shard.pool
         self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
         self.arrivals = Arrivals(self._decoder)
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
-        self._watch = Watch(self.limits)
+        self._stalls = StallDetector(self.limits)
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
         self.is_watched = False
-        """Whether the host looks after it; whoever makes it busy says `watch`."""
+        """Whether the shard looks after it; whoever makes it busy says `watch`."""
         self._last_words: asyncio.TimerHandle | None = None
         self._descriptor: int | None = None
         self._proven_id: PeerId | None = None
         self.outbox: Outbox
+        by_kind: dict[Kind, Callable[[int, Any, memoryview], None]] = {
+            Kind.HELLO: self._on_hello,
+            Kind.REQUEST: self.serving.on_request,
+            Kind.REPLY: self.calling.on_reply,
+            Kind.ERROR: self.calling.on_error,
+            Kind.GRANT: self.calling.on_grant,
+            Kind.CANCEL: self.serving.on_cancel,
+            Kind.ITEM: self._on_item,
+            Kind.END: self._on_end,
+            Kind.WINDOW: self._on_window,
+            Kind.GOODBYE: self._on_goodbye,
+        }
+        # by number: a look-up for every frame
+        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (Kind.HELLO, *Kind)]
 
     # --- what asyncio calls ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The bytes may flow: greet."""
+        """Send the hello, now that bytes may flow."""
         self._transport = cast("asyncio.Transport", transport)
-        if self.host.access is None:
+        if self.shard.access is None:
             self._transport = sending_directly(self._transport, self)
         if self._is_unwanted:
             self._transport.abort()
         self.outbox = Outbox(self.loop, self._transport)
         # 'resumed' then means that every byte has left, and buffers may be used again; TLS has copies of its
         # own, and takes zero for 'always full'
-        self._transport.set_write_buffer_limits(high=0 if self.host.access is None else 1)
+        self._transport.set_write_buffer_limits(high=0 if self.shard.access is None else 1)
         socket = transport.get_extra_info("socket")
         if socket is not None:
             self._descriptor = socket.fileno()
             close_in_children(self._descriptor)
-        if self.host.access is not None:
+        if self.shard.access is not None:
             self._identify(self._transport)
             self.check_access()
-        peer_id = self.host.peer_id.digest if self.host.peer_id else b""
+        peer_id = self.shard.peer_id.digest if self.shard.peer_id else b""
         hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
         self._send_now(Kind.HELLO, encode(hello))
         self.watch()
@@ -177,7 +159,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def check_access(self) -> None:
         """Cut off a peer that may not talk to this one, or may no more."""
-        access, peer_id = self.host.access, self._proven_id
+        access, peer_id = self.shard.access, self._proven_id
         if access is not None and peer_id is not None and not access.is_allowed(peer_id):
             self._cut_off(PeerRefused(f"The peer {peer_id.short} is not allowed here.", peer=self.peer))
 
@@ -186,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._decoder.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have come."""
+        """Read the bytes that have come."""
         self.received_bytes += nbytes
         is_held_back = self.outbox.hold_back()  # answers that are ready leave together, at the end of this
         try:
@@ -203,11 +185,11 @@ class Connection(asyncio.BufferedProtocol):
             self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Hold back what is to be sent: the socket is full."""
         self.outbox.pause()
 
     def resume_writing(self) -> None:
-        """The socket is empty."""
+        """Send on: the socket has passed on all that it was given."""
         self.outbox.resume()
 
     def eof_received(self) -> bool:
@@ -215,7 +197,7 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everybody who waits."""
+        """End every call, and tell everybody who waits why."""
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
             self._descriptor = None
@@ -225,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._last_words is not None:
             self._last_words.cancel()
         if not self._is_over and self._decoder.is_inside_frame:
-            self.host.complain(self.peer, ProtocolError("It ended in the middle of a frame."))
+            self.shard.complain(self.peer, ProtocolError("It ended in the middle of a frame."))
         self._reason = self._reason or self._why_lost(exc)
         self._state = _State.CLOSED
         self.is_usable = False
@@ -239,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
             self.outbox.close()
         self._decoder.close()
         log.debug("connection to %s ended: %s", self.peer, self._reason.what)
-        self.host.on_lost(self)
+        self.shard.on_lost(self)
 
     def _why_lost(self, exc: Exception | None) -> ShoalError:
         if isinstance(exc, ssl.SSLError):
@@ -247,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         cause = str(exc) if exc else "the other side closed it."
         next_step = ""
         if self._state is _State.GREETING:
-            if self.host.access is None:
+            if self.shard.access is None:
                 cause += " It may belong to a swarm with a secret, and this peer has none."
                 next_step = "if so, start this peer with the swarm's --secret-file or SHOAL_SECRET."
             else:
@@ -260,19 +242,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Pass a frame to whom it concerns."""
-        self._watch.num_frames += 1
+        self._stalls.num_frames += 1
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
-        _HANDLERS[kind](self, call_id, head, body)
+        self._handlers[kind](call_id, head, body)
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """Say where a part of a message belongs; parts of messages that were given up are dropped."""
-        self._watch.num_frames += 1
+        self._stalls.num_frames += 1
         if self._state is _State.GREETING:
             raise ProtocolError("A CHUNK frame came before the hello.")
         targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
         if targets:
-            self._watch.message_bytes += body_bytes
+            self._stalls.message_bytes += body_bytes
         return targets
 
     def on_chunk_end(self, call_id: int) -> None:
@@ -288,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def num_open(self) -> int:
-        """Calls under way, both ways."""
+        """The number of calls under way, both ways."""
         return self.calling.num_open + self.serving.num_open
 
     def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
@@ -310,14 +292,14 @@ class Connection(asyncio.BufferedProtocol):
     def watch(self) -> None:
         """Have it looked after until it is quiet again."""
         self.is_watched = True
-        self.host.watch(self)
+        self.shard.watch(self)
 
     def rest(self) -> None:
         """Something has ended: unless more is expected, nobody needs to look after it."""
         if self.is_watched and self._is_quiet:
             self.is_watched = False
-            self._watch.rest()
-            self.host.unwatch(self)
+            self._stalls.rest()
+            self.shard.unwatch(self)
 
     @property
     def _is_quiet(self) -> bool:
@@ -411,8 +393,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_quiet:
             self._look(now_s)
             return False
-        self._watch.rest()
-        if self._watch.has_heard(self.received_bytes):
+        self._stalls.rest()
+        if self._stalls.has_heard(self.received_bytes):
             self.used_at_s = now_s
         elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
             self.leave("the connection was idle.")
@@ -420,10 +402,10 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _look(self, now_s: float) -> None:
-        limits, watch, transport = self.limits, self._watch, self._transport
+        limits, stalls, transport = self.limits, self._stalls, self._transport
         if self._state is _State.CLOSED or transport is None:
             return
-        if watch.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+        if stalls.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
             self._cut_off(LimitExceeded("What it was sent stays unread."))
             self.abort()
             return
@@ -432,7 +414,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if watch.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
+        if stalls.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
             self._cut_off(
                 LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
             )
@@ -440,12 +422,12 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.arm_timers()
         self.serving.arm_timers()
         arriving = self.arrivals.ids_with_room()
-        if watch.has_stalled(now_s, is_expecting=bool(arriving)):
+        if stalls.has_stalled(now_s, is_expecting=bool(arriving)):
             error = LimitExceeded("the buffers of this message stopped arriving.")
             for call_id in arriving:
                 self.serving.give_up(call_id, error)
         self.close_when_done()
-        if watch.has_heard(self.received_bytes) or self.num_open:
+        if stalls.has_heard(self.received_bytes) or self.num_open:
             self.used_at_s = now_s
 
     def _cut_off(self, error: ShoalError) -> None:
@@ -457,7 +439,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
         self.close()
         self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
-        self.host.complain(self.peer, error)
+        self.shard.complain(self.peer, error)
 
     def error_for(self, method: str) -> ShoalError:
         """What to raise for a call that the end of this connection has ended."""
@@ -501,23 +483,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.ready.done():
             self.ready.set_result(None)
 
-    def _on_request(self, call_id: int, head: RequestHead, body: memoryview) -> None:
-        self.serving.on_request(call_id, head, body)
-
-    def _on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
-        self.calling.on_reply(call_id, head, body)
-
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
-
-    def _on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
-        self.calling.on_error(call_id, head)
-
-    def _on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
-        self.calling.on_grant(call_id, is_from_start=head.from_start)
-
-    def _on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
-        self.serving.on_cancel(call_id)
 
     def _channel(self, call_id: int) -> StreamChannel | None:
         return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
@@ -545,17 +512,79 @@ class Connection(asyncio.BufferedProtocol):
             self.close_when_done()
 
 
-_BY_KIND: dict[Kind, Callable[[Connection, int, Any, memoryview], None]] = {
-    Kind.HELLO: Connection._on_hello,
-    Kind.REQUEST: Connection._on_request,
-    Kind.REPLY: Connection._on_reply,
-    Kind.ERROR: Connection._on_error,
-    Kind.GRANT: Connection._on_grant,
-    Kind.CANCEL: Connection._on_cancel,
-    Kind.ITEM: Connection._on_item,
-    Kind.END: Connection._on_end,
-    Kind.WINDOW: Connection._on_window,
-    Kind.GOODBYE: Connection._on_goodbye,
-}
-# by number: a look-up for every frame
-_HANDLERS = [_BY_KIND.get(kind, Connection._on_unexpected) for kind in (Kind.HELLO, *Kind)]
+class StallTimer:
+    """The time that a peer has left while something is expected of it."""
+
+    def __init__(self, max_s: float, min_bytes_per_s: int) -> None:
+        self._max_s = self._left_s = max_s
+        self._min_bytes_per_s = min_bytes_per_s
+        self._is_waiting = False
+        self._seen_at_s = 0.0
+        self._seen_bytes = 0
+
+    def has_ended(self, now_s: float, num_bytes: int, *, is_expected: bool) -> bool:
+        """Look: `num_bytes` is what has moved in all, `is_expected` whether more should have."""
+        elapsed_s = min(now_s - self._seen_at_s, _MAX_ELAPSED_S)
+        moved_bytes = num_bytes - self._seen_bytes
+        self._seen_at_s, self._seen_bytes = now_s, num_bytes
+        if not is_expected:
+            self.renew()
+        elif not self._is_waiting:  # since when is not known: count from this look on
+            self._is_waiting = True
+        else:
+            self._left_s = min(self._max_s, self._left_s - elapsed_s + moved_bytes / self._min_bytes_per_s)
+        return self._left_s < 0
+
+    def renew(self) -> None:
+        """Forget what was: what is expected now is something new."""
+        self._left_s = self._max_s
+        self._is_waiting = False
+
+
+class StallDetector:
+    """Notices a peer that stalls: inside a frame, between parts of a message, or in reading what it is sent.
+
+    It looks about once a second and costs nothing in between. Each rule is a stock of patience, in seconds:
+    time uses it up, bytes bring it back, so that a peer that sends a byte now and then is not taken for a
+    slow one.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.num_frames = 0
+        """Frames that have begun to arrive."""
+        self.message_bytes = 0
+        """Bytes of chunks that found their place."""
+        self._seen_frames = 0
+        self._seen_bytes = 0
+        self._frame = StallTimer(limits.frame_s, limits.min_bytes_per_s)
+        # a sender may have more to do between the parts of a message, and a reader before it reads
+        self._messages = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
+        self._reading = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
+
+    def rest(self) -> None:
+        """Begin anew: nothing is expected of the peer now."""
+        for patience in (self._frame, self._messages, self._reading):
+            patience.renew()
+
+    def is_stuck(self, now_s: float, received_bytes: int, *, is_inside_frame: bool) -> bool:
+        """Whether the frame that is arriving has been for too long."""
+        if self._seen_frames != self.num_frames:
+            self._seen_frames = self.num_frames
+            self._frame.renew()
+        return self._frame.has_ended(now_s, received_bytes, is_expected=is_inside_frame)
+
+    def has_stalled(self, now_s: float, *, is_expecting: bool) -> bool:
+        """Whether the messages for which there is room here have stopped arriving."""
+        if not self._messages.has_ended(now_s, self.message_bytes, is_expected=is_expecting):
+            return False
+        self._messages.renew()
+        return True
+
+    def does_not_read(self, now_s: float, sent_bytes: int, held_bytes: int) -> bool:
+        """Whether the peer lets what it was sent lie: `held_bytes` of it have not left this machine."""
+        return self._reading.has_ended(now_s, sent_bytes - held_bytes, is_expected=held_bytes > 0)
+
+    def has_heard(self, received_bytes: int) -> bool:
+        """Whether anything has come since the last time this was asked."""
+        seen_bytes, self._seen_bytes = self._seen_bytes, received_bytes
+        return seen_bytes != received_bytes

@@ -6,7 +6,7 @@ final memory and are never copied. Small frames share one scratch buffer, many o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shoal.core import LimitExceeded, ProtocolError, ShoalError, VersionMismatch
@@ -20,6 +20,7 @@ from shoal.transport.frames import (
     VERSION,
     Kind,
 )
+from shoal.transport.memory import Cursor, fill
 
 _FIRST_BYTES = 512  # scratch, until more comes at once
 _STRANGER_BYTES = 4 << 10  # most of it, and the largest head, for whoever has not said hello yet
@@ -41,7 +42,7 @@ _MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for n
 
 
 class FrameSink(Protocol):
-    """What a decoder reports to."""
+    """Takes the frames that a decoder has found: a connection."""
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """A whole frame that is no chunk, of a Kind's number; `body` is valid only until this returns."""
@@ -249,3 +250,119 @@ def _stranger(header: bytes) -> ProtocolError:
         cause="another program is talking to this port, or the stream is damaged.",
         next_step="check the address and port.",
     )
+
+
+class Assembly:
+    """The memory of one message and how far it is filled.
+
+    Without memory (no views yet) what arrives is dropped, until there is some and the sender begins again.
+    """
+
+    __slots__ = ("_cursor", "is_waiting_for_start", "left_bytes", "on_complete", "total_bytes", "views")
+
+    def __init__(
+        self, views: Sequence[memoryview], total_bytes: int, on_complete: Callable[[], None]
+    ) -> None:
+        self.on_complete = on_complete
+        self.total_bytes = total_bytes
+        self.is_waiting_for_start = not views
+        self.views = views
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self.left_bytes = self.total_bytes
+        self._cursor = Cursor(self.views)
+
+    def next_targets(self, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
+        """Where the next `num_bytes` belong, or None when they must be dropped."""
+        if is_from_start:
+            if not (self.is_waiting_for_start and self.views):
+                raise ProtocolError("A message began again that was not asked to.")
+            self.is_waiting_for_start = False
+            self._rewind()
+        elif self.is_waiting_for_start:
+            return None
+        if num_bytes > self.left_bytes:
+            raise ProtocolError(f"{num_bytes:,} bytes arrived for a message that lacks {self.left_bytes:,}.")
+        self.left_bytes -= num_bytes
+        return self._cursor.take(num_bytes)
+
+
+class Arrivals:
+    """All messages that are arriving on one connection, by the call that they belong to."""
+
+    def __init__(self, decoder: FrameDecoder) -> None:
+        self._decoder = decoder
+        self._assemblies: dict[int, Assembly] = {}
+
+    def __len__(self) -> int:
+        return len(self._assemblies)
+
+    def get(self, call_id: int) -> Assembly | None:
+        """The message of this call that is arriving, if there is one."""
+        return self._assemblies.get(call_id)
+
+    def ids_with_room(self) -> list[int]:
+        """Calls whose messages nothing here keeps from arriving."""
+        return [call_id for call_id, assembly in self._assemblies.items() if assembly.views]
+
+    def receive(
+        self, call_id: int, views: Sequence[memoryview], body: memoryview, on_complete: Callable[[], None]
+    ) -> None:
+        """Fill a message's buffers with the body that came along, or with the chunks that will come."""
+        total_bytes = sum(map(len, views)) if views else 0
+        if len(body) != total_bytes:
+            if len(body):
+                raise ProtocolError(f"A message announced {total_bytes:,} bytes and carries {len(body):,}.")
+            self._expect(call_id, Assembly(views, total_bytes, on_complete))
+            return
+        if self._assemblies and call_id in self._assemblies:
+            raise _too_early(call_id)
+        fill(views, body)
+        on_complete()
+
+    def is_plain(self, sizes: Sequence[int], body: memoryview) -> bool:
+        """Whether a message is nothing but the one buffer that came along: the quick case of `receive`."""
+        return len(sizes) == 1 and sizes[0] == len(body) and not self._assemblies
+
+    def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
+        """Expect a message for which there is no room yet; see `make_room`."""
+        self._expect(call_id, Assembly((), total_bytes, on_complete))
+
+    def _expect(self, call_id: int, assembly: Assembly) -> None:
+        if call_id in self._assemblies:
+            raise _too_early(call_id)
+        self._assemblies[call_id] = assembly
+        self._decoder.expects_chunk = True
+
+    def make_room(self, call_id: int, views: Sequence[memoryview]) -> None:
+        """There is memory for a message that was expected later; its sender is asked to begin again."""
+        self._assemblies[call_id].views = views
+
+    def targets(self, call_id: int, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
+        """Where a part of a message belongs; parts of messages that were given up are dropped."""
+        assembly = self._assemblies.get(call_id)
+        return None if assembly is None else assembly.next_targets(num_bytes, is_from_start=is_from_start)
+
+    def on_chunk_end(self, call_id: int) -> None:
+        """A part is in its place; the message may be complete with it."""
+        assembly = self._assemblies.get(call_id)
+        if assembly is not None and assembly.left_bytes == 0:
+            del self._assemblies[call_id]
+            self._decoder.expects_chunk = bool(self._assemblies)
+            assembly.on_complete()
+
+    def forget(self, call_id: int) -> None:
+        """Receive no more of a call's message; its memory is the owner's again."""
+        if self._assemblies.pop(call_id, None) is not None:
+            self._decoder.expects_chunk = bool(self._assemblies)
+            if self._decoder.is_receiving(call_id):
+                self._decoder.drop_chunk()
+
+    def clear(self) -> None:
+        """Forget all messages that were arriving."""
+        self._assemblies.clear()
+
+
+def _too_early(call_id: int) -> ProtocolError:
+    return ProtocolError(f"A message of call {call_id} began before the one before it had ended.")

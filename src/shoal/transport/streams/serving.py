@@ -23,7 +23,6 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
-from shoal.transport.errors import to_wire
 from shoal.transport.frames import (
     EAGER_BYTES,
     UNREADABLE,
@@ -33,17 +32,19 @@ from shoal.transport.frames import (
     RequestHead,
     decode_payload,
     encode,
+    to_wire,
 )
-from shoal.transport.messages import Head, Reply
-from shoal.transport.payloads import (
+from shoal.transport.messages import (
     EMPTY_REPLY,
+    Head,
+    Reply,
+    Route,
     byte_views,
     checked_reply,
     encode_head,
     fitting_views,
     release,
 )
-from shoal.transport.routes import Route
 from shoal.transport.streams.calling import TIMER_S
 from shoal.transport.streams.channel import StreamChannel
 
@@ -80,7 +81,7 @@ class Serving:
 
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
-        self._clock = connection.host.clock
+        self._clock = connection.shard.clock
         self._calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
@@ -126,7 +127,7 @@ class Serving:
                 call_id, call.buffers, body, functools.partial(self._start, call)
             )
 
-    def on_cancel(self, call_id: int) -> None:
+    def on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
         """The caller no longer wants the answer."""
         call = self._calls.get(call_id)
         if call is not None:
@@ -251,7 +252,7 @@ class Serving:
             call.held_bytes += total_bytes
         else:
             call.wanted_bytes = total_bytes
-            connection.budget.stand_in_line(call, total_bytes, functools.partial(self._wake, call))
+            connection.budget.join_queue(call, total_bytes, functools.partial(self._wake, call))
         if call.mode == _CHANNEL:
             if not call.wanted_bytes:
                 self._start(call)
@@ -408,7 +409,7 @@ class Serving:
         if call.final is not None and not call.final.done():
             call.final.cancel()
         call.buffers = ()
-        if call.wanted_bytes and not self._connection.budget.leave(call):  # granted in this very moment
+        if call.wanted_bytes and not self._connection.budget.leave_queue(call):  # granted in this very moment
             call.held_bytes += call.wanted_bytes
         if call.held_bytes:
             self._connection.budget.give_back(call.held_bytes)

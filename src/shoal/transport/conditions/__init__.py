@@ -1,1 +1,0 @@
-"""What a network does to its links: profiles, fault scripts, and the links that follow them."""

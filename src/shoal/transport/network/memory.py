@@ -1,0 +1,590 @@
+"""A network inside this process: hosts by name, streams and datagrams between them, no sockets.
+
+In virtual time everything on it happens the same way each time. `conditions` say what the links do; without
+them bytes arrive in the next turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import logging
+import math
+import random
+import ssl
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from shoal.core import Address, Clock, UsageError, running_clock
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.pipes import IDEAL_LINK, Link, Pipe, corrupted
+from shoal.transport.network.sockets import Accepted, Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+log = logging.getLogger(__name__)
+
+MAX_DATAGRAM_BYTES = 65_507  # UDP over IPv4
+_BACKLOG = 4096
+# what a socket's own buffer takes before the sender notices a slow line; small frames always fit
+SOCKET_BYTES = 16 << 10
+_HIGH_WATER_BYTES = 64 << 10
+_FIRST_PORT = 1024
+_FIRST_ORIGIN_PORT = 32_768  # from here on, ports of those who dial
+_NUM_PORTS = 65_536 - _FIRST_ORIGIN_PORT
+
+
+class MemoryNetwork:
+    """All hosts and what lies between them; lives on one loop."""
+
+    def __init__(self, conditions: Conditions | None = None, seed: int = 0) -> None:
+        self.conditions = conditions
+        self.seed = seed
+        self.hosts: dict[str, MemoryHost] = {}
+        self.links: dict[tuple[str, str], Link] = {}
+        """Those that have been used, by the names of their ends."""
+
+    def host(self, name: str) -> MemoryHost:
+        """The network as this host sees it; made when it is first asked for, on the loop that it will use."""
+        if name not in self.hosts:
+            self.hosts[name] = MemoryHost(self, name)
+        return self.hosts[name]
+
+    def link(self, source: Address, target: Address) -> Link:
+        """The way between two hosts, whatever their ports."""
+        names = (source.host, target.host)
+        if (link := self.links.get(names)) is None:
+            known = [host.address if (host := self.hosts.get(end.host)) else end for end in (source, target)]
+            link = self.links[names] = self.conditions.link(*known) if self.conditions else IDEAL_LINK
+        return link
+
+
+class MemoryHost(Network):
+    """One host: a Network whose addresses have this host's name. It can be killed, and stays dead."""
+
+    is_simulated = True
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        self.name = name
+        self.address = Address(name, _FIRST_PORT)
+        """What conditions know it by: the address that it is given first."""
+        self.is_dead = False
+        self.random = _random_of(network.seed, name)
+        self.clock: Clock = running_clock()
+        self._network = network
+        self._own_clock = self.clock
+        self._num_ports = 0
+        self._num_origins = 0
+        self._has_address = False
+        self._stop_watching: Callable[[], None] | None = None
+        self._listeners: dict[int, MemoryListener] = {}
+        self._datagrams: dict[int, MemoryDatagrams] = {}
+        self._streams: dict[MemoryStream, None] = {}
+        self._settle(self.address)
+
+    def _settle(self, address: Address) -> None:
+        """Be known to the conditions by this address."""
+        self.address = address
+        self._network.links.clear()
+        if (conditions := self._network.conditions) is not None:
+            if self._stop_watching is not None:
+                self._stop_watching()
+            conditions.start()
+            self.clock = conditions.clock_for(address, self._own_clock)
+            self._stop_watching = conditions.on_kill(address, self.kill)
+
+    # --- streams ---
+
+    async def listen(self, address: Address) -> MemoryListener:
+        """Accept streams there; UsageError when that cannot be."""
+        port = self._bind(address, self._listeners)
+        listener = self._listeners[port] = MemoryListener(self, Address(self.name, port))
+        return listener
+
+    async def dial(
+        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Have `protocol` speak to whoever listens there, after one round trip; nothing is encrypted."""
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        network = self._network
+        target = network.hosts.get(address.host)
+        origin = Address(self.name, _FIRST_ORIGIN_PORT + self._num_origins % _NUM_PORTS)
+        self._num_origins += 1
+        here, there = MemoryStream(loop, origin, address), MemoryStream(loop, address, origin)
+        links = network.link(self.address, address), network.link(address, self.address)
+        join(here, there, links, (self.random, target.random if target else self.random))
+        answer: asyncio.Future[bool] = loop.create_future()
+        on_answer = functools.partial(self._on_dial_answer, here, answer)
+        here.send(functools.partial(self._offer, address, there, on_answer))
+        try:
+            is_taken = await answer
+            self._check_alive()
+            if is_taken:
+                here.attach(protocol)
+        except BaseException:
+            here.abort()
+            raise
+        if not is_taken:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
+
+    def _offer(self, address: Address, there: MemoryStream, answer: Callable[[bool], None]) -> None:
+        """At the other host: hand over its end of a new stream, and answer."""
+        target = self._network.hosts.get(address.host)
+        listener = target._listeners.get(address.port) if target else None
+        is_taken = target is not None and listener is not None and listener.offer(there)
+        if target is not None and is_taken:
+            target._open(there)
+        there.send(functools.partial(answer, is_taken))
+
+    def _on_dial_answer(self, here: MemoryStream, answer: asyncio.Future[bool], is_taken: bool) -> None:
+        """At this host again: bytes may follow at once, and wait for the protocol."""
+        if not answer.done():
+            answer.set_result(is_taken)
+            self._open(here)
+
+    def _open(self, stream: MemoryStream) -> None:
+        self._streams[stream] = None
+        stream.wait_for_protocol(self._forget)
+
+    def _forget(self, stream: MemoryStream) -> None:
+        self._streams.pop(stream, None)
+
+    async def adopt(
+        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Have `protocol` serve an accepted stream; nothing is encrypted."""
+        cast("MemoryAccepted", accepted).stream.attach(protocol)
+
+    # --- datagrams ---
+
+    async def open_datagrams(
+        self, address: Address, protocol: asyncio.DatagramProtocol
+    ) -> asyncio.DatagramTransport:
+        """Send and receive datagrams there; UsageError when that cannot be."""
+        port = self._bind(address, self._datagrams)
+        carrier = self._datagrams[port] = MemoryDatagrams(self, Address(self.name, port), protocol)
+        protocol.connection_made(carrier)
+        return carrier
+
+    async def resolve(self, address: Address) -> tuple[Any, ...]:
+        """How a host names an address: its name and port."""
+        return address.host, address.port
+
+    def send_datagram(self, source: Address, data: bytes, target: tuple[str, int]) -> None:
+        """Pass a packet to the link, which may lose it."""
+        if self.is_dead:
+            return
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        host, port = target
+        network = self._network
+        link = network.links.get((self.name, host)) or network.link(self.address, Address(host, port))
+        for _, arrives_at_s, is_corrupt in link.carry_datagram(now_s, len(data)):
+            packet = corrupted(data, self.random) if is_corrupt and data else data
+            if arrives_at_s <= now_s:
+                loop.call_soon(self._arrive, source, packet, host, port)
+            elif arrives_at_s < math.inf:
+                loop.call_at(arrives_at_s, self._arrive, source, packet, host, port)
+
+    def _arrive(self, source: Address, packet: bytes, host: str, port: int) -> None:
+        target = self._network.hosts.get(host)
+        carrier = target._datagrams.get(port) if target else None
+        if carrier is not None:
+            carrier.protocol.datagram_received(packet, (source.host, source.port))
+
+    # --- its life ---
+
+    def kill(self) -> None:
+        """End everything here without a word: others see their streams reset, and hear nothing more."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        for listener in tuple(self._listeners.values()):
+            listener.close()
+        for carrier in tuple(self._datagrams.values()):
+            carrier.abort()
+        for stream in tuple(self._streams):
+            stream.kill()
+
+    def release(self, what: MemoryListener | MemoryDatagrams) -> None:
+        """Free the port of something that was closed."""
+        taken: dict[int, Any] = self._listeners if isinstance(what, MemoryListener) else self._datagrams
+        if taken.get(what.address.port) is what:
+            del taken[what.address.port]
+
+    def _bind(self, address: Address, taken: dict[int, Any]) -> int:
+        """A port that may be used, the given one or the next that is free for both kinds."""
+        if self.is_dead or address.host != self.name:
+            raise UsageError(
+                f"Host {self.name} cannot listen on {address}.",
+                cause="it was killed." if self.is_dead else "that is another host's name.",
+            )
+        port = address.port
+        if port in taken:
+            raise UsageError(
+                f"Cannot listen on {address}: it is in use.",
+                next_step="choose another port, or 0 for any free one.",
+            )
+        while port == 0:
+            port = _FIRST_PORT + self._num_ports
+            self._num_ports += 1
+            if port in self._listeners or port in self._datagrams:
+                port = 0
+        if not self._has_address:
+            self._has_address = True
+            if port != self.address.port:
+                self._settle(Address(self.name, port))
+        return port
+
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise OSError(errno.ENETDOWN, f"host {self.name} was killed")
+
+
+def _random_of(seed: int, name: str) -> random.Random:
+    """Not by hash(): it differs from process to process."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
+    return random.Random(int.from_bytes(digest, "big"))
+
+
+class MemoryListener:
+    """Accepts the streams that others dial to one port of a host."""
+
+    def __init__(self, host: MemoryHost, address: Address) -> None:
+        self.address = address
+        self._host = host
+        self._backlog: asyncio.Queue[MemoryAccepted] = asyncio.Queue()
+
+    def offer(self, stream: MemoryStream) -> bool:
+        """A newcomer; False when too many wait already."""
+        if self._backlog.qsize() >= _BACKLOG:
+            return False
+        self._backlog.put_nowait(MemoryAccepted(stream))
+        return True
+
+    async def accept(self) -> MemoryAccepted:
+        """The next stream, in order of arrival; waits on when the listener is closed."""
+        while True:
+            accepted = await self._backlog.get()
+            if not accepted.stream.is_closing():
+                return accepted
+
+    def close(self) -> None:
+        """Accept no more; those who wait are cut off."""
+        self._host.release(self)
+        while not self._backlog.empty():
+            self._backlog.get_nowait().stream.abort()
+
+
+class MemoryAccepted:
+    """A stream that somebody has dialed."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self.stream = stream
+        self.origin = Address(*stream.get_extra_info("peername"))
+
+    def refuse(self, last_words: bytes) -> None:
+        """Send these bytes and close the stream."""
+        self.stream.write(last_words)
+        self.close()
+
+    def close(self) -> None:
+        """Close it unserved; does nothing once it is served."""
+        if not self.stream.has_protocol:
+            self.stream.close()
+
+
+class MemoryDatagrams(asyncio.DatagramTransport):
+    """Sends and receives datagrams at one port of a host."""
+
+    def __init__(self, host: MemoryHost, address: Address, protocol: asyncio.DatagramProtocol) -> None:
+        super().__init__({"sockname": (address.host, address.port)})
+        self.address = address
+        self.protocol = protocol
+        self._host = host
+        self._is_closing = False
+
+    def sendto(self, data: Buffer, addr: Any = None) -> None:
+        """Send one packet; one that is too large is told to the protocol."""
+        if self._is_closing:
+            return
+        packet = bytes(data)
+        if len(packet) > MAX_DATAGRAM_BYTES:
+            self.protocol.error_received(OSError(errno.EMSGSIZE, "the datagram is too long"))
+        elif type(addr) is not tuple:
+            raise ValueError(f"a datagram needs an address, not {addr!r}")
+        else:
+            self._host.send_datagram(self.address, packet, addr)
+
+    def get_write_buffer_size(self) -> int:
+        """None wait: the link drops what it cannot take."""
+        return 0
+
+    def is_closing(self) -> bool:
+        """Whether it has been closed."""
+        return self._is_closing
+
+    def close(self) -> None:
+        """Stop sending and receiving."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._host.release(self)
+            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+    def abort(self) -> None:
+        """Close it, as `close` does: nothing waits here to be sent."""
+        self.close()
+
+
+class MemoryStream(asyncio.Transport):
+    """One end of a stream. It takes part in the stream before a protocol is given to it with `attach`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
+        super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
+        self._loop = loop
+        self._protocol: asyncio.BaseProtocol | None = None
+        self._buffered: asyncio.BufferedProtocol | None = None
+        self._outgoing: Pipe
+        self._incoming: Pipe
+        self._other: MemoryStream
+        self._on_lost: Callable[[MemoryStream], None] | None = None
+        self._unread = b""
+        self._high_bytes = _HIGH_WATER_BYTES
+        self._is_writing_paused = False
+        self._is_reading_paused = False
+        self._is_closing = False
+        self._is_lost = False
+        self._has_sent_eof = False
+        self._has_sent_reset = False
+
+    # --- joining ---
+
+    def send(self, what: Callable[[], None]) -> None:
+        """Have something happen at the other end, after all that was sent before."""
+        self._outgoing.push_eof(what)
+
+    def wait_for_protocol(self, on_lost: Callable[[MemoryStream], None]) -> None:
+        """Open this end; bytes wait until `attach`."""
+        self._on_lost = on_lost
+        self._incoming.pause()
+
+    def attach(self, protocol: asyncio.BaseProtocol) -> None:
+        """Have a protocol speak; ConnectionResetError when the stream has ended meanwhile."""
+        if self._is_closing:
+            raise ConnectionResetError("the stream was closed before it was served")
+        self.set_protocol(protocol)
+        protocol.connection_made(self)
+        if not self._is_reading_paused:
+            self._incoming.resume()
+
+    @property
+    def has_protocol(self) -> bool:
+        """Whether a protocol has been attached."""
+        return self._protocol is not None
+
+    # --- what protocols use ---
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Speak to this one from now on."""
+        self._protocol = protocol
+        is_buffered = isinstance(protocol, asyncio.BufferedProtocol)
+        self._buffered = cast("asyncio.BufferedProtocol", protocol) if is_buffered else None
+
+    def write(self, data: Buffer) -> None:
+        """Send a copy of these bytes; `bytes` need none."""
+        if self._is_closing or self._has_sent_eof:
+            return
+        outgoing = self._outgoing
+        outgoing.push(bytes(data))
+        if outgoing.is_full and not self._is_writing_paused:
+            self._pause_writing_if_full()
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Send copies of all of them, in one piece."""
+        self.write(b"".join(list_of_data))
+
+    def write_eof(self) -> None:
+        """Send nothing more; the other end may go on."""
+        if not self._has_sent_eof:
+            self._has_sent_eof = True
+            self._outgoing.push_eof(self._other._receive_eof)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Pause the protocol above `high`; it goes on when everything has left, whatever `low` is."""
+        self._high_bytes = (4 * low if low else _HIGH_WATER_BYTES) if high is None else high
+        self._pause_writing_if_full()
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that wait beyond those in the socket's own buffer."""
+        return max(0, self._outgoing.queued_bytes - SOCKET_BYTES)
+
+    def pause_reading(self) -> None:
+        """Pass nothing on until `resume_reading`."""
+        if not self._is_closing:
+            self._is_reading_paused = True
+            self._incoming.pause()
+
+    def resume_reading(self) -> None:
+        """Pass bytes on again."""
+        if self._is_reading_paused and not self._is_closing:
+            self._is_reading_paused = False
+            self._loop.call_soon(self._read_on)
+
+    def is_reading(self) -> bool:
+        """Whether bytes are passed on to the protocol."""
+        return not self._is_reading_paused and not self._is_closing
+
+    def is_closing(self) -> bool:
+        """Whether it has ended or is about to."""
+        return self._is_closing
+
+    def close(self) -> None:
+        """End it when everything has been sent."""
+        if self._is_closing:
+            return
+        self.write_eof()
+        self._is_closing = True
+        self._incoming.resume()  # whoever sends on should hear that nobody listens
+        if not self._outgoing.is_full:
+            self._loop.call_soon(self._lose, None)
+
+    def abort(self) -> None:
+        """End it now and drop what has not left."""
+        if not self._is_lost:
+            self._is_closing = True
+            self._reset_other(is_cutting=True)
+            self._loop.call_soon(self._lose, None)
+
+    def reset(self) -> None:
+        """End this side, because the other end is gone."""
+        if not self._is_lost:
+            self._is_closing = True
+            self._outgoing.close()
+            self._lose(ConnectionResetError("the connection was reset by the other side"))
+
+    def kill(self) -> None:
+        """Lose the host: the other end hears of it after all that has left, when the link lets it through."""
+        if not self._is_lost:
+            self._is_closing = True
+            self._reset_other(is_cutting=True)
+            self._lose(ConnectionAbortedError("this host was killed"))
+
+    # --- what the pipes tell ---
+
+    def _receive(self, data: bytes) -> None:
+        if self._is_closing:
+            if self._is_lost:
+                self._reset_other(is_cutting=False)
+            return
+        try:
+            if self._buffered is not None:
+                self._fill(self._buffered, data)
+            else:
+                cast("asyncio.Protocol", self._protocol).data_received(data)
+        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
+            self._fail(error)
+
+    def _fill(self, protocol: asyncio.BufferedProtocol, data: bytes) -> None:
+        """Copy into the protocol's own memory."""
+        size_bytes = len(data)
+        target: Any = protocol.get_buffer(size_bytes)
+        if size_bytes <= len(target):
+            target[:size_bytes] = data
+            protocol.buffer_updated(size_bytes)
+            return
+        rest = memoryview(data)
+        while rest and not self._is_closing:
+            if self._is_reading_paused:
+                self._unread = bytes(rest)
+                return
+            target = protocol.get_buffer(len(rest))
+            num_bytes = min(len(target), len(rest))
+            if not num_bytes:
+                raise RuntimeError("get_buffer() returned an empty buffer")
+            target[:num_bytes] = rest[:num_bytes]
+            rest = rest[num_bytes:]
+            protocol.buffer_updated(num_bytes)
+
+    def _read_on(self) -> None:
+        if self._is_reading_paused or self._is_closing:
+            return
+        unread, self._unread = self._unread, b""
+        if unread:
+            self._receive(unread)
+        if not self._is_reading_paused:
+            self._incoming.resume()
+
+    def _receive_eof(self) -> None:
+        if self._is_closing or self._protocol is None:
+            self.close()
+            return
+        try:
+            keeps_open = cast("asyncio.Protocol", self._protocol).eof_received()
+        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
+            self._fail(error)
+            return
+        if not keeps_open:
+            self.close()
+
+    def _drained(self) -> None:
+        if self._is_closing:
+            self._lose(None)
+        elif self._is_writing_paused and self._protocol is not None:
+            self._is_writing_paused = False
+            self._protocol.resume_writing()
+
+    def _pause_writing_if_full(self) -> None:
+        if (
+            self._protocol is not None
+            and not self._is_writing_paused
+            and self.get_write_buffer_size() > self._high_bytes
+        ):
+            self._is_writing_paused = True
+            self._protocol.pause_writing()
+
+    def _reset_other(self, *, is_cutting: bool) -> None:
+        if self._outgoing.is_unused:  # the other end does not know of this one yet, and never will
+            self._outgoing.close()
+        elif not self._has_sent_reset:
+            self._has_sent_reset = True
+            send = self._outgoing.cut if is_cutting else self._outgoing.push_eof
+            send(self._other.reset)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("a protocol failed in memory", exc_info=error)
+        self._is_closing = True
+        self._reset_other(is_cutting=True)
+        self._loop.call_soon(self._lose, error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._is_lost:
+            return
+        self._is_lost = True
+        self._unread = b""
+        protocol, self._protocol, self._buffered = self._protocol, None, None
+        if self._on_lost is not None:
+            self._on_lost(self)
+        if protocol is not None:
+            protocol.connection_lost(error)
+
+
+def join(
+    one: MemoryStream,
+    other: MemoryStream,
+    links: tuple[Link, Link],
+    choices: tuple[random.Random, random.Random],
+) -> None:
+    """Make two ends a stream; `links` and `choices` are those of `one`'s direction and of `other`'s."""
+    for sender, receiver, link, choice in (
+        (one, other, links[0], choices[0]),
+        (other, one, links[1], choices[1]),
+    ):
+        sender._other = receiver
+        sender._outgoing = receiver._incoming = Pipe(
+            sender._loop, link, receiver._receive, sender._drained, buffer_bytes=SOCKET_BYTES, choice=choice
+        )
