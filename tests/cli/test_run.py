@@ -124,7 +124,7 @@ def test_a_failure_is_the_exit_code_and_its_traceback(capfd, folder):
         (["-np", "0", "tell.py"], "0 workers"),
         (["-np", "2", "none.py"], "no file none.py"),
         (["-np", "2", "-m", "none"], "no module none"),
-        (["-np", "2"], "Missing argument"),
+        (["-np", "2"], "There is no program to run"),
         (["--swim", "tell.py"], "No such option: --swim"),
         (["--strategy", "swim", "tell.py"], "hierarchical, pair"),
         (["--strategy", "sma", "--alpha", "7", "tell.py"], "alpha"),
