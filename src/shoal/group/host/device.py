@@ -325,7 +325,7 @@ class SharedDevice:
         self._side: DeviceStream | None = None
         self._streams: dict[int, DeviceStream] = {}
         self._registered: dict[int, tuple[int, int, torch.Tensor]] = {}
-        """By the first address of registered memory: its end, how far off the GPU sees it, and what holds it."""
+        """By the first address of registered memory: its end, how far off the GPU sees it, and the memory."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies in its memory."""
