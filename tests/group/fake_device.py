@@ -88,7 +88,9 @@ class FakeDevice:
         if any(other.data_ptr() == start for other in self.registered):
             return
         for low, high in PINNED:
-            assert end <= low or high <= start, "memory that is pinned already, like a driver's 'invalid argument'"
+            assert end <= low or high <= start, (
+                "memory that is pinned already, like a driver's 'invalid argument'"
+            )
         PINNED.append((start, end))
         self.registered.append(memory)
 

@@ -181,7 +181,9 @@ def test_who_announces_an_all_reduce_and_leaves_has_not_left_in_order():
 def test_windows_that_nobody_has_closed_leave_no_host_memory_pinned():
     with gpu_workers(2) as (groups, devices):
         together(groups, lambda group: group.window("w", 8, torch.float32, sources=[0, 1], device=GPU))
-        assert all(len(device.registered) == 2 for device in devices)  # the control page, and the window's words
+        assert all(
+            len(device.registered) == 2 for device in devices
+        )  # the control page, and the window's words
     assert not any(device.registered for device in devices)
 
 

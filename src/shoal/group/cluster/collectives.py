@@ -374,7 +374,7 @@ class Collectives:
         heard = yield from between.greet(describe("exchange_machines", flat), named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
-            other: between.hear(other, "mean", self._staging.buffer(flat))
+            other: between.hear(other, "mean", self._staging.pinned(flat))
             for other in named
             if other in heard
         }
@@ -389,7 +389,7 @@ class Collectives:
             if came is ABSENT:
                 own += weight
             else:
-                parts.append((came.to(flat.device, non_blocking=True), weight))
+                parts.append((came.view(flat.dtype).to(flat.device, non_blocking=True), weight))
         yield between.told()
         mix_into(flat, flat, own, parts)
 
@@ -532,8 +532,7 @@ class Collectives:
     ) -> list[PendingStep]:
         """Waits for what a rank sends in an exchange: a greeting, then its pieces; None when it is gone."""
         receives = [self._mesh.receive(rank, (seq, "said", rank))]
-        # of a GPU's tensor the pieces come into pinned memory, else into memory that is used again
-        pinned = self._staging.buffer(like) if like.is_cuda else None
+        pinned = self._staging.pinned(like)
         for number, place in enumerate(places):
             into = None if pinned is None else pinned[place]
             receives.append(self._mesh.receive(rank, (seq, f"x {number}", rank), into))
@@ -627,6 +626,10 @@ class HostStaging:
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Makes memory of the host for a flat tensor; torch keeps pinned memory for the next one."""
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.is_cuda)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Makes memory for what comes to a GPU; None for the CPU, to which it comes in memory used again."""
+        return self.buffer(like) if like.is_cuda else None
 
     def places(self, flat: torch.Tensor) -> list[slice]:
         """Cuts a tensor into the pieces in which it travels in an exchange, alike on all machines."""
