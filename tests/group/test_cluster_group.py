@@ -172,7 +172,7 @@ def test_an_exchange_leaves_a_peer_out_of_everything_that_is_lost_between_two_of
         send = groups[1].mesh.send
 
         def send_two_pieces(to, key, tensor, **options):
-            """Sends the last piece where nobody looks for it: a real loss does not surely fall between two."""
+            """Sends the last piece where nobody looks for it: a real loss may not fall between two."""
             topic = "lost" if key[1] == "x 2" else key[1]
             return send(to, (key[0], topic, key[2]), tensor, **options)
 
