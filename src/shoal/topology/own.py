@@ -21,7 +21,7 @@ class Graph(Protocol):
 
     @property
     def nodes(self) -> Any:
-        """The ranks."""
+        """The ranks that are nodes of the graph."""
 
     @property
     def edges(self) -> Any:

@@ -519,7 +519,7 @@ class LargeAnswers:
         return taken.reply
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drops all answers that were kept."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
