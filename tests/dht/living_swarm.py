@@ -5,10 +5,10 @@ import hashlib
 
 from shoal.core import Address
 from shoal.core.identity import Identity
-from shoal.dht.contacts import number_of
-from shoal.dht.names import key_of
 from shoal.dht.node import DHT
+from shoal.dht.records import key_of
 from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import number_of
 from shoal.transport import Endpoint, MemoryNetwork
 
 

@@ -5,10 +5,13 @@ import random
 import msgspec
 import pytest
 
+from dht.signing import sign
 from dht.worlds import client_of, identity_of, in_world, keep_at, send, send_find, send_slots, send_store
 from shoal.core import Key, PeerBusy, PeerRefused
-from shoal.dht.contacts import number_of
-from shoal.dht.messages import (
+from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
+from shoal.dht.settings import DHTSettings
+from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.wire import (
     ABOUT,
     FIND,
     MAX_CONTACTS,
@@ -17,6 +20,7 @@ from shoal.dht.messages import (
     STORE,
     Find,
     Found,
+    Item,
     Kind,
     Ping,
     Pong,
@@ -24,15 +28,9 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    number_of,
     reach_of,
 )
-from shoal.dht.names import key_of
-from shoal.dht.ownership import reserved, reserved_key, sign
-from shoal.dht.records import PLAIN, Item, Slot, Verdict
-from shoal.dht.schemas import Schema
-from shoal.dht.settings import DHTSettings
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
 
 KEY = key_of("name").digest
 ALICE, MALLORY = identity_of("alice"), identity_of("mallory")

@@ -7,9 +7,8 @@ import pytest
 
 from dht.worlds import Liar, identity_of, in_world
 from shoal.core import DeadlineExceeded, Peer, PeerRefused, ProtocolError
-from shoal.dht.messages import Finding, Found, Kind, Pong, State, Want
-from shoal.dht.names import key_of
-from shoal.dht.records import Slot
+from shoal.dht.records import Slot, key_of
+from shoal.dht.wire import Finding, Found, Kind, Pong, State, Want
 from shoal.transport import Reply
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.faults import FaultScript, Skew

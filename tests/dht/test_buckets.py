@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dht.made_contacts import made_contact
 from shoal.dht.buckets import Bucket, Buckets
-from shoal.dht.contacts import ID_BITS
+from shoal.dht.wire import ID_BITS
 
 HALF = 1 << (ID_BITS - 1)
 EVERYTHING = 1 << ID_BITS

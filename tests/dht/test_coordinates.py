@@ -2,9 +2,8 @@ import random
 
 import pytest
 
-from shoal.dht.coordinates import BEFORE_ALL, PAGE_BYTES, coordinates_of, pack_page, unpack_page
-from shoal.dht.records import PLAIN, Slot
-from shoal.dht.subkeys import encode_subkey
+from shoal.dht.records import PLAIN, Slot, encode_subkey
+from shoal.dht.wire import BEFORE_ALL, PAGE_BYTES, coordinates_of, pack_page, unpack_page
 
 
 def slot(subkey):

@@ -13,8 +13,7 @@ from shoal.dht.declaring import (
     get_experts,
     sample_uids,
 )
-from shoal.dht.ownership import reserved
-from shoal.dht.records import Verdict
+from shoal.dht.records import Verdict, reserved
 from shoal.dht.uids import ExpertUid
 
 ELSEWHERE = Address("10.0.0.7", 31337)

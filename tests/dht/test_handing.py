@@ -3,10 +3,9 @@ import itertools
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import PeerBusy, PeerLost, run_virtual
-from shoal.dht.answering import size_of
-from shoal.dht.asking import MAX_STORE_BYTES
 from shoal.dht.handing import hand, messages_of
 from shoal.dht.records import PLAIN, Slot
+from shoal.dht.wire import MAX_STORE_BYTES, size_of
 
 
 def test_every_slot_is_sent_once_and_in_order():

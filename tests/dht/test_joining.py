@@ -7,8 +7,8 @@ import pytest
 
 from dht.worlds import in_world, opened
 from shoal.core import PeerRefused, PeerUnreachable, UsageError
-from shoal.dht.contacts import ID_BITS, number_of
 from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import ID_BITS, number_of
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.faults import FaultScript, Skew
 

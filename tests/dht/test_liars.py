@@ -16,14 +16,12 @@ import itertools
 
 import pytest
 
+from dht.signing import sign
 from dht.worlds import in_world, liars_among, send_slots
 from shoal.core import Deadline, Key, PeerBusy, fanout
-from shoal.dht.messages import FIND, STORE, Find, Store, Want
-from shoal.dht.names import key_of
-from shoal.dht.ownership import OwnSubkey, reserved, reserved_key, sign
-from shoal.dht.records import PLAIN, Entry, Item, Slot, Verdict
-from shoal.dht.schemas import Schema
-from shoal.dht.values import encode_value
+from shoal.dht.records import PLAIN, Entry, OwnSubkey, Slot, Verdict, encode_value, key_of, reserved
+from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.wire import FIND, STORE, Find, Item, Store, Want
 
 NUM_HONEST, NUM_LIARS = 42, 18
 LABELS = ("one",)

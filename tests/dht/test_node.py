@@ -10,13 +10,11 @@ import pytest
 from dht.worlds import client_of, identity_of, in_world, keep_at, opened
 from shoal.core import Deadline, DeadlineExceeded, Key, PeerBusy, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret
-from shoal.dht.contacts import number_of
-from shoal.dht.names import key_of
 from shoal.dht.node import DHT
-from shoal.dht.ownership import owner_id, reserved, reserved_key
-from shoal.dht.records import Entry, Stored, Value, Verdict
-from shoal.dht.schemas import Schema
+from shoal.dht.records import Entry, Stored, Value, Verdict, key_of, owner_id, reserved
 from shoal.dht.settings import DHTSettings
+from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.wire import number_of
 from shoal.transport import Endpoint, Membership, Profile, SwarmSecret
 from shoal.transport.network.conditions import Conditions
 

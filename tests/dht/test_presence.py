@@ -6,9 +6,8 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import UsageError
-from shoal.dht.ownership import reserved
 from shoal.dht.presence import announce, present
-from shoal.dht.records import Verdict
+from shoal.dht.records import Verdict, reserved
 
 
 def infos(found):

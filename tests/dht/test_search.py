@@ -8,11 +8,20 @@ import pytest
 
 from dht.made_contacts import by_distance, made_contact
 from shoal.core import Deadline, PeerUnreachable, run_virtual
-from shoal.dht.coordinates import pack_page
-from shoal.dht.messages import ANYWHERE, MAX_CONTACTS, MAX_WANTS, REACH_SHIFT, Finding, Found, Kind, State
 from shoal.dht.records import PLAIN, Slot
 from shoal.dht.search import Search
 from shoal.dht.tracks import Track
+from shoal.dht.wire import (
+    ANYWHERE,
+    MAX_CONTACTS,
+    MAX_WANTS,
+    REACH_SHIFT,
+    Finding,
+    Found,
+    Kind,
+    State,
+    pack_page,
+)
 
 SLOW_S = 0.2
 DEAD_S = 3.0

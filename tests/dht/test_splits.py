@@ -4,7 +4,7 @@ import logging
 from dht.living_swarm import LivingSwarm
 from dht.worlds import Liar
 from shoal.core import Address, run_virtual
-from shoal.dht.messages import MAX_CONTACTS, Finding, Found
+from shoal.dht.wire import MAX_CONTACTS, Finding, Found
 from shoal.transport import Conditions, FaultScript
 
 ONE = [f"a{number}" for number in range(6)]

@@ -6,13 +6,10 @@ import pytest
 
 from dht.worlds import identity_of, in_world, keep_at, send_store
 from shoal.core import UsageError
-from shoal.dht.messages import MAX_WANTS, Store
-from shoal.dht.names import key_of
-from shoal.dht.ownership import Ownership, owner_id, reserved
-from shoal.dht.records import PLAIN, Entry, Slot
+from shoal.dht.records import PLAIN, Entry, Slot, encode_subkey, encode_value, key_of, owner_id, reserved
 from shoal.dht.spreading import slots_of
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
+from shoal.dht.validation import Ownership
+from shoal.dht.wire import MAX_WANTS, Store
 
 ALICE = identity_of("alice")
 

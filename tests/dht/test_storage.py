@@ -6,13 +6,10 @@ import random
 import pytest
 
 from shoal.core import PeerId
-from shoal.dht.contacts import number_of
-from shoal.dht.coordinates import coordinates_of
-from shoal.dht.ownership import reserved
-from shoal.dht.records import PLAIN, Slot, Verdict
+from shoal.dht.records import MAX_SUBKEY_BYTES, PLAIN, Slot, Verdict, encode_subkey, reserved
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import Storage
-from shoal.dht.subkeys import MAX_SUBKEY_BYTES, encode_subkey
+from shoal.dht.wire import coordinates_of, number_of
 
 OWN = PeerId(bytes(20))
 KEY, OTHER = b"k" * 20, b"o" * 20

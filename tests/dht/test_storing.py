@@ -8,11 +8,10 @@ import pytest
 from dht.made_contacts import made_contact
 from dht.worlds import Liar, in_world, keep_at
 from shoal.core import PeerBusy
-from shoal.dht.contacts import pack
-from shoal.dht.messages import MAX_CONTACTS, StoreAnswer
 from shoal.dht.records import Entry, Stored, Verdict
-from shoal.dht.schemas import Schema
 from shoal.dht.storing import _Parcel
+from shoal.dht.validation import Schema
+from shoal.dht.wire import MAX_CONTACTS, StoreAnswer, pack
 from shoal.transport import Reply
 
 

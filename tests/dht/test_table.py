@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from dht.made_contacts import TOP, by_distance, made_contact
 from shoal.core import PeerId
-from shoal.dht.contacts import ID_BITS, number_of
 from shoal.dht.settings import DHTSettings
 from shoal.dht.table import CHECK_S, MAX_HEARSAY, QUIET_S, RoutingTable
+from shoal.dht.wire import ID_BITS, number_of
 
 OWN = PeerId(bytes(20))
 HALF = 1 << (ID_BITS - 1)

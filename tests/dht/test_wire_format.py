@@ -7,19 +7,22 @@ import hashlib
 import msgspec
 import pytest
 
+from dht.signing import sign
 from shoal.core import Address, Peer, PeerId
 from shoal.core.identity import Identity
-from shoal.dht.contacts import ContactBook, pack
-from shoal.dht.coordinates import pack_page, unpack_page
-from shoal.dht.messages import (
+from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
+from shoal.dht.validation import Ownership, reserved_key, sign_many
+from shoal.dht.wire import (
     ABOUT,
     FIND,
     PING,
     STORE,
     About,
+    ContactBook,
     Find,
     Finding,
     Found,
+    Item,
     Kind,
     Ping,
     Pong,
@@ -27,12 +30,10 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    pack,
+    pack_page,
+    unpack_page,
 )
-from shoal.dht.names import key_of
-from shoal.dht.ownership import Ownership, reserved, reserved_key, sign, sign_many
-from shoal.dht.records import PLAIN, Item, Slot, Verdict
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
 
 OWNER = Identity.from_seed(hashlib.sha256(b"owner").digest())
 KEY = bytes(range(20))

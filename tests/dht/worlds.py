@@ -6,17 +6,21 @@ import hashlib
 import msgspec
 
 from dht.living_swarm import LivingSwarm
+from dht.signing import sign
 from shoal.core import Address, Deadline, Peer, run_virtual
 from shoal.core.identity import Identity
-from shoal.dht.contacts import number_of, pack
-from shoal.dht.coordinates import BEFORE_ALL, pack_page
-from shoal.dht.messages import (
+from shoal.dht.node import DHT
+from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of
+from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import (
+    BEFORE_ALL,
     FIND,
     PING,
     STORE,
     Find,
     Finding,
     Found,
+    Item,
     Kind,
     Ping,
     Pong,
@@ -24,14 +28,10 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    number_of,
+    pack,
+    pack_page,
 )
-from shoal.dht.names import key_of
-from shoal.dht.node import DHT
-from shoal.dht.ownership import sign
-from shoal.dht.records import PLAIN, Item, Slot, Verdict
-from shoal.dht.settings import DHTSettings
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
 from shoal.transport import Endpoint, Reply
 
 NUM_HUGE = 3000

@@ -10,12 +10,11 @@ from shoal.dht.blocking import Swarm, connect
 from shoal.dht.declaring import ExpertAddress, declare_experts, get_experts, sample_uids
 from shoal.dht.keeping import Keeper, Kept
 from shoal.dht.node import DHT
-from shoal.dht.ownership import OwnSubkey, reserved, reserved_key
 from shoal.dht.presence import announce, present
-from shoal.dht.records import Entry, Stored, Value, Verdict
-from shoal.dht.schemas import Schema
+from shoal.dht.records import Entry, OwnSubkey, Stored, Value, Verdict, reserved
 from shoal.dht.settings import DHTSettings
 from shoal.dht.uids import ExpertPrefix, ExpertUid
+from shoal.dht.validation import Schema, reserved_key
 
 if TYPE_CHECKING:
     from shoal.dht.beam import batch_beam_search, beam_search

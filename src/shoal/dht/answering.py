@@ -15,10 +15,14 @@ from shoal._version import __version__
 from shoal.core import Peer, PeerId, PeerRefused
 from shoal.core.ids import ID_BYTES
 from shoal.dht.cache import Cache
-from shoal.dht.conflicts import Contents, displaced, judge, place, slots_of
-from shoal.dht.contacts import Contact, ContactBook, number_of
-from shoal.dht.coordinates import coordinates_of, pack_page
-from shoal.dht.messages import (
+from shoal.dht.pushed import Pushed
+from shoal.dht.rates import OWNED_COST, Rates, cost_of_find
+from shoal.dht.records import Contents, Slot, Verdict, displaced, judge, place, slots_of
+from shoal.dht.settings import DHTSettings
+from shoal.dht.storage import Storage
+from shoal.dht.table import RoutingTable
+from shoal.dht.validation import Ownership, Schemas
+from shoal.dht.wire import (
     ABOUT,
     FIND,
     MAX_CONTACTS,
@@ -29,9 +33,12 @@ from shoal.dht.messages import (
     STORE,
     TAG_BYTES,
     About,
+    Contact,
+    ContactBook,
     Find,
     Finding,
     Found,
+    Item,
     Kind,
     Ping,
     Pong,
@@ -39,21 +46,16 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    coordinates_of,
+    number_of,
+    pack_page,
+    size_of,
     tag_of,
 )
-from shoal.dht.ownership import Ownership
-from shoal.dht.pushed import Pushed
-from shoal.dht.rates import OWNED_COST, Rates, cost_of_find
-from shoal.dht.records import Item, Slot, Verdict
-from shoal.dht.schemas import Schemas
-from shoal.dht.settings import DHTSettings
-from shoal.dht.storage import Storage
-from shoal.dht.table import RoutingTable
 from shoal.transport import Endpoint, Head, Reply
 
 _MAX_ANSWER_BYTES = 6_500  # of slots, so that an answer of several keys stays within a few datagrams
 _MAX_PAYLOAD_BYTES = 256 << 10  # of an answer; a larger one travels as a buffer
-_SLOT_BYTES = 24  # around what a slot holds, on the wire
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -286,11 +288,6 @@ def _indexes(near: Sequence[Contact], contacts: dict[bytes, int]) -> bytes:
     """Contacts as indexes into those of the whole answer; what an index cannot name is left out."""
     indexes = (contacts.setdefault(contact.packed, len(contacts)) for contact in near)
     return bytes(index for index in indexes if index < MAX_INDEX)
-
-
-def size_of(slot: Slot) -> int:
-    """Bytes that a slot takes on the wire, about."""
-    return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
 
 
 def _reply(answer: object) -> Reply:

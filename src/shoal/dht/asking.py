@@ -24,24 +24,27 @@ from shoal.core import (
     ShoalError,
 )
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import Contact, ContactBook, resolved
-from shoal.dht.messages import (
+from shoal.dht.records import Verdict
+from shoal.dht.settings import DHTSettings
+from shoal.dht.table import RoutingTable
+from shoal.dht.wire import (
     ABOUT,
     FIND,
     PING,
     STORE,
     About,
+    Contact,
+    ContactBook,
     Find,
     Found,
+    Item,
     Ping,
     Pong,
     Store,
     StoreAnswer,
     Want,
+    resolved,
 )
-from shoal.dht.records import Item, Verdict
-from shoal.dht.settings import DHTSettings
-from shoal.dht.table import RoutingTable
 from shoal.transport import Endpoint, Head
 
 T = TypeVar("T")
@@ -51,8 +54,6 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     STORE: msgspec.msgpack.Decoder(StoreAnswer),
     ABOUT: msgspec.msgpack.Decoder(About),
 }
-MAX_STORE_BYTES = 1_050
-"""Items of one Store together, as long as there is more than one: what fits into a datagram."""
 
 
 _LAST_VERDICT = max(Verdict)

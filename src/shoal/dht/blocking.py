@@ -18,8 +18,8 @@ from shoal.core.identity import Identity
 from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, Stored, Value
-from shoal.dht.schemas import Schema
 from shoal.dht.settings import DHTSettings
+from shoal.dht.validation import Schema
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from random import Random
 
-from shoal.dht.contacts import ID_BITS, Contact
+from shoal.dht.wire import ID_BITS, Contact
 
 
 class Bucket:

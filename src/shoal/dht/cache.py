@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.dht.conflicts import judge
-from shoal.dht.records import Slot, Verdict
+from shoal.dht.records import Slot, Verdict, judge
 from shoal.dht.settings import DHTSettings
 from shoal.dht.shelf import Shelf, refusal
 

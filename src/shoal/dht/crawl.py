@@ -23,10 +23,9 @@ from shoal.core import (
 )
 from shoal.core.ids import ID_BYTES
 from shoal.dht.asking import Answered
-from shoal.dht.contacts import ID_BITS, Contact
 from shoal.dht.meeting import ping
-from shoal.dht.messages import About, Kind, Want
 from shoal.dht.node import DHT
+from shoal.dht.wire import ID_BITS, About, Contact, Kind, Want
 
 _NUM_DISTANCES = 15
 """Halves of the space, and halves of these, in which each peer is asked for whom it knows."""

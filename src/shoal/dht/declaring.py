@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core import Address, Deadline, Peer, PeerId, UsageError
 from shoal.core.ids import ID_BYTES
-from shoal.dht.ownership import holder_of, reserved
-from shoal.dht.records import Entry, Stored, Value, Verdict
+from shoal.dht.records import Entry, Stored, Value, Verdict, holder_of, reserved
 from shoal.dht.uids import LONE_COORDINATE, ExpertUid, UidPattern
 
 if TYPE_CHECKING:

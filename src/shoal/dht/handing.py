@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.core import Deadline, PeerBusy, ShoalError, fanout
-from shoal.dht.answering import size_of
-from shoal.dht.asking import MAX_STORE_BYTES
-from shoal.dht.contacts import Contact
-from shoal.dht.records import Item, Slot
+from shoal.dht.records import Slot
+from shoal.dht.wire import MAX_STORE_BYTES, Contact, Item, size_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from shoal.core import Address, Deadline, Peer, PeerRefused, PeerUnreachable, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import ID_BITS, number_of
 from shoal.dht.known_peers import KnownPeers, swarm_tag
 from shoal.dht.meeting import Met, meet
-from shoal.dht.messages import Found, Kind, Want
 from shoal.dht.reachability import Reachability
 from shoal.dht.tracks import Track
+from shoal.dht.wire import ID_BITS, Found, Kind, Want, number_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -20,8 +20,8 @@ from shoal.core import (
     fanout,
 )
 from shoal.dht.asking import Answered
-from shoal.dht.contacts import Contact
 from shoal.dht.no_dht import explained
+from shoal.dht.wire import Contact
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

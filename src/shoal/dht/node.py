@@ -30,19 +30,12 @@ from shoal.core.identity import Identity
 from shoal.dht.answering import Answering, Holdings
 from shoal.dht.asking import Answered, Asking, Counts
 from shoal.dht.cache import Cache
-from shoal.dht.conflicts import merge
-from shoal.dht.contacts import Contact, ContactBook, number_of
-from shoal.dht.coordinates import coordinates_of
 from shoal.dht.joining import Joining
 from shoal.dht.keeping import Keeper
-from shoal.dht.messages import MAX_INDEX, About, Found, Kind, Want
-from shoal.dht.names import key_of
-from shoal.dht.ownership import Ownership, OwnSubkey
 from shoal.dht.pushed import Pushed
 from shoal.dht.rates import Rates
-from shoal.dht.reading import ask_those_set_aside, check_ended, value_of
-from shoal.dht.records import Entry, Slot, Stored, Value
-from shoal.dht.schemas import Schema, Schemas
+from shoal.dht.reading import ask_those_set_aside, check_ended
+from shoal.dht.records import Entry, OwnSubkey, Slot, Stored, Value, key_of, merge, value_of
 from shoal.dht.search import Search
 from shoal.dht.settings import DHTSettings
 from shoal.dht.spreading import Spreading, slots_of
@@ -50,6 +43,18 @@ from shoal.dht.storage import Storage
 from shoal.dht.table import RoutingTable
 from shoal.dht.tracks import Track
 from shoal.dht.upkeep import Upkeep
+from shoal.dht.validation import Ownership, Schema, Schemas
+from shoal.dht.wire import (
+    MAX_INDEX,
+    About,
+    Contact,
+    ContactBook,
+    Found,
+    Kind,
+    Want,
+    coordinates_of,
+    number_of,
+)
 from shoal.transport import Endpoint, Membership
 from shoal.transport.datagrams.sessions import RoundTrips
 from shoal.transport.network.sockets import is_wildcard, outward_host

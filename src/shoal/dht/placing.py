@@ -13,8 +13,8 @@ import math
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.dht.contacts import Contact, number_of
 from shoal.dht.handing import Records, hand
+from shoal.dht.wire import Contact, number_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

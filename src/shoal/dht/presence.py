@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoal.core import Deadline, PeerId
-from shoal.dht.ownership import holder_of, reserved
-from shoal.dht.records import Entry, Value
-from shoal.dht.values import encode_value
+from shoal.dht.records import Entry, Value, encode_value, holder_of, reserved
 
 if TYPE_CHECKING:
     from shoal.dht.keeping import Kept

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.core import Deadline, ShoalError
-from shoal.dht.contacts import Contact
+from shoal.dht.wire import Contact
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
 from shoal.transport.trust.membership import is_loopback
 

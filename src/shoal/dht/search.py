@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.core import Address, Deadline, Scope, ShoalError
-from shoal.dht.contacts import Contact
-from shoal.dht.messages import MAX_CONTACTS, MAX_WANTS, Found, Want
 from shoal.dht.records import Slot
 from shoal.dht.tracks import Track
 from shoal.dht.under_way import UnderWay, until_set
+from shoal.dht.wire import MAX_CONTACTS, MAX_WANTS, Contact, Found, Want
 
 
 class Node(Protocol):

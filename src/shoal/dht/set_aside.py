@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from shoal.dht.contacts import Contact
 from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import Contact
 
 MAX_SET_ASIDE = 4096
 """Those that failed longest ago are forgotten beyond this."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from shoal.dht.conflicts import Contents, displaced, place, slots_of
-from shoal.dht.coordinates import coordinates_of
-from shoal.dht.records import Slot, Verdict
+from shoal.dht.records import MAX_SUBKEY_BYTES, Contents, Slot, Verdict, displaced, place, slots_of
 from shoal.dht.settings import DHTSettings
-from shoal.dht.subkeys import MAX_SUBKEY_BYTES
+from shoal.dht.wire import coordinates_of
 
 _SLOT_BYTES = 320  # a slot's own memory and its share of the containers around it, as measured
 KEY_BYTES = 120

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from shoal.dht.contacts import Contact
+from shoal.dht.wire import Contact
 
 
 class SortedContacts:

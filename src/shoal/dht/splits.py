@@ -12,9 +12,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from shoal.core import Address, Deadline, Peer, ShoalError, fanout
-from shoal.dht.contacts import ID_BITS, Contact, number_of
 from shoal.dht.meeting import ping
-from shoal.dht.messages import MAX_CONTACTS, Found, Kind, Want
+from shoal.dht.wire import ID_BITS, MAX_CONTACTS, Contact, Found, Kind, Want, number_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

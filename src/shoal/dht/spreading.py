@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING
 
 from shoal.core import Deadline, UsageError
 from shoal.core.identity import Identity
-from shoal.dht.answering import size_of
-from shoal.dht.asking import MAX_STORE_BYTES
-from shoal.dht.contacts import Contact
-from shoal.dht.messages import MAX_WANTS
-from shoal.dht.names import key_of
-from shoal.dht.ownership import sign_many
-from shoal.dht.records import PLAIN, Entry, Item, Slot, Stored
+from shoal.dht.records import PLAIN, Entry, Slot, Stored, encode_subkey, encode_value, key_of
 from shoal.dht.storing import Storing
-from shoal.dht.subkeys import encode_subkey
 from shoal.dht.tracks import Track
-from shoal.dht.values import encode_value
+from shoal.dht.validation import sign_many
+from shoal.dht.wire import MAX_STORE_BYTES, MAX_WANTS, Contact, Item, size_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from shoal.core import PeerId
 from shoal.core.ids import ID_BYTES
-from shoal.dht.conflicts import judge
-from shoal.dht.contacts import number_of
-from shoal.dht.records import PLAIN, Slot, Verdict
+from shoal.dht.records import PLAIN, Slot, Verdict, judge
 from shoal.dht.settings import DHTSettings
 from shoal.dht.shelf import KEY_BYTES, Shelf, refusal, size_of
+from shoal.dht.wire import number_of
 
 _MIN_STALE = 16
 

@@ -13,13 +13,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.core import Deadline, Scope, ShoalError
-from shoal.dht.answering import size_of
-from shoal.dht.asking import MAX_STORE_BYTES
-from shoal.dht.contacts import Contact, number_of
-from shoal.dht.messages import MAX_CONTACTS, REACH_SHIFT, Kind, StoreAnswer, reach_of, tag_of
-from shoal.dht.records import Item, Slot, Stored, Verdict
+from shoal.dht.records import Slot, Stored, Verdict
 from shoal.dht.tracks import Track
 from shoal.dht.under_way import UnderWay, until_set
+from shoal.dht.wire import (
+    MAX_CONTACTS,
+    MAX_STORE_BYTES,
+    REACH_SHIFT,
+    Contact,
+    Item,
+    Kind,
+    StoreAnswer,
+    number_of,
+    reach_of,
+    size_of,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

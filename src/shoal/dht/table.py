@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from shoal.core import Address, PeerId
 from shoal.dht.buckets import Bucket, Buckets
-from shoal.dht.contacts import Contact, number_of
 from shoal.dht.set_aside import SetAside
 from shoal.dht.settings import DHTSettings
 from shoal.dht.sorted_contacts import SortedContacts
+from shoal.dht.wire import Contact, number_of
 from shoal.transport.trust.membership import is_loopback
 
 QUIET_S = 60.0

@@ -10,10 +10,19 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from shoal.dht.contacts import Contact
-from shoal.dht.coordinates import BEFORE_ALL, PAGE_BYTES, unpack_page
-from shoal.dht.messages import ANYWHERE, Finding, Kind, State, Want, reach_of
 from shoal.dht.records import Slot
+from shoal.dht.wire import (
+    ANYWHERE,
+    BEFORE_ALL,
+    PAGE_BYTES,
+    Contact,
+    Finding,
+    Kind,
+    State,
+    Want,
+    reach_of,
+    unpack_page,
+)
 
 _MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
 _ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core import Deadline, Key, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import Contact
 from shoal.dht.placing import Placing
 from shoal.dht.splits import SplitCheck
+from shoal.dht.wire import Contact
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -10,8 +10,7 @@ from shoal.core import Deadline
 from shoal.dht.declaring import expert_entries
 from shoal.dht.keeping import Kept
 from shoal.dht.node import DHT
-from shoal.dht.ownership import reserved
-from shoal.dht.records import Entry
+from shoal.dht.records import Entry, reserved
 
 log = logging.getLogger(__name__)
 
