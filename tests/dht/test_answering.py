@@ -65,7 +65,7 @@ def test_only_who_listens_where_it_asks_from_is_remembered():
                 await send_store(client, one, Store(port, []))
             assert len(one.table) == 0
         two = await swarm.start()
-        assert one.table.contacts() == [one.book.of(two.peer)]
+        assert one.table.contacts() == [one.protocol.book.of(two.peer)]
 
     in_world(work, 1)
 

@@ -116,17 +116,17 @@ def test_an_odd_clock_does_no_harm():
         lambda odd, wants: Reply(None, [b"\xc1" * 500_000]),
     ],
 )
-def test_who_answers_a_find_with_nonsense_is_set_aside_and_others_are_asked(found):
+def test_who_answers_a_find_with_nonsense_is_backed_off_and_others_are_asked(found):
     async def work(swarm, *peers):
         await peers[1].store("name", "value", peers[1].in_s(60))
         async with Odd(swarm, "odd", find=found) as odd:
             await odd.mingle(peers)
             for peer in peers:
                 peer.cache.forget(key_of("name").digest)
-                contact = peer.book.of(odd.peer)
+                contact = peer.protocol.book.of(odd.peer)
                 with pytest.raises(ProtocolError):
-                    await peer.call_find(contact, [Want(bytes(20))])
-                assert peer.is_set_aside(contact)
+                    await peer.protocol.call_find(contact, [Want(bytes(20))])
+                assert peer.protocol.is_backed_off(contact)
                 assert contact not in peer.table
                 assert (await peer.get("name")).value == "value"
 
@@ -166,11 +166,11 @@ def test_answers_of_the_right_shape_that_make_no_sense_do_no_harm(found):
 
 def test_silence_is_a_failure_and_told_to_the_table():
     async def work(swarm, one, two):
-        contact = one.book.of(two.peer)
+        contact = one.protocol.book.of(two.peer)
         await swarm.kill("p1")
         with pytest.raises(DeadlineExceeded):
-            await one.call_find(contact, [Want(bytes(20), Kind.PEERS)])
-        assert one.is_set_aside(contact)
+            await one.protocol.call_find(contact, [Want(bytes(20), Kind.PEERS)])
+        assert one.protocol.is_backed_off(contact)
         assert one.counts.num_failed == 1
         assert len(one.table) == 0
 

@@ -3,8 +3,8 @@ import itertools
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import PeerBusy, PeerLost, run_virtual
-from shoal.dht.handing import hand, messages_of
 from shoal.dht.records import PLAIN, Slot
+from shoal.dht.replication import requests_of, send_records
 from shoal.dht.wire import MAX_STORE_BYTES, size_of
 
 
@@ -14,14 +14,14 @@ def test_every_slot_is_sent_once_and_in_order():
         for number in range(10)
     ]
     sent = [
-        (item.key, slot.subkey) for items in messages_of(records) for item in items for slot in item.slots
+        (item.key, slot.subkey) for items in requests_of(records) for item in items for slot in item.slots
     ]
     assert sent == [(key, slot.subkey) for key, slots in records for slot in slots]
 
 
 def test_requests_fit_into_datagrams():
     records = [(bytes([number]) * 20, [Slot(PLAIN, bytes(100), 1.0)]) for number in range(100)]
-    messages = list(messages_of(records))
+    messages = list(requests_of(records))
     assert 10 < len(messages) < 20
     assert all(
         sum(size_of(slot) for item in items for slot in item.slots) <= MAX_STORE_BYTES for items in messages
@@ -31,16 +31,16 @@ def test_requests_fit_into_datagrams():
 def test_a_slot_that_is_too_large_is_alone():
     sizes = (10, 5000, 10)
     records = [(bytes([size % 256]) * 20, [Slot(PLAIN, bytes(size), 1.0)]) for size in sizes]
-    assert [len(items) for items in messages_of(records)] == [1, 1, 1]
+    assert [len(items) for items in requests_of(records)] == [1, 1, 1]
 
 
 def test_much_goes_in_large_pieces():
     records = [(number.to_bytes(20), [Slot(PLAIN, bytes(1000), 1.0)]) for number in range(1000)]
-    assert len(list(messages_of(records))) < 50
+    assert len(list(requests_of(records))) < 50
 
 
 def test_nothing_is_no_message():
-    assert list(messages_of([])) == []
+    assert list(requests_of([])) == []
 
 
 RECORDS = [(bytes([number]) * 20, [Slot(PLAIN, bytes(800), 1_700_001_000.0)]) for number in range(4)]
@@ -60,9 +60,9 @@ def run_hand(answers):
                 if isinstance(answer := next(answers), Exception):
                     raise answer
 
-            dht.asking.call_store = call_store
+            dht.protocol.call_store = call_store
             began_s = asyncio.get_running_loop().time()
-            await hand(dht, {target: RECORDS})
+            await send_records(dht.protocol, {target: RECORDS})
             return len(asked), asyncio.get_running_loop().time() - began_s
 
     return run_virtual(main())
@@ -88,7 +88,9 @@ def test_the_others_get_theirs_when_one_fails():
             dht, gone, there = await swarm.start_many(3)
             contacts = {contact.id: contact for contact in dht.table.contacts()}
             await swarm.kill("p1")
-            await hand(dht, {contacts[gone.peer_id]: RECORDS, contacts[there.peer_id]: RECORDS})
+            await send_records(
+                dht.protocol, {contacts[gone.peer_id]: RECORDS, contacts[there.peer_id]: RECORDS}
+            )
             assert len(there.storage) == len(RECORDS)
 
     run_virtual(main())

@@ -73,7 +73,7 @@ def test_who_is_lenient_begins_alone_and_finds_the_swarm_when_it_comes(caplog):
         assert "tried again" in caplog.text
         first = await swarm.start("first", join=[])
         await asyncio.sleep(70)
-        assert early.table.contacts() == [early.book.of(first.peer)]
+        assert early.table.contacts() == [early.protocol.book.of(first.peer)]
         assert await early.store("name", 1, early.in_s(60))
         assert (await first.get("name")).value == 1
 
@@ -105,7 +105,7 @@ def test_with_its_own_address_among_others_a_peer_is_the_first_or_one_more():
         one = await swarm.start("one", join=everywhere)
         assert len(one.table) == 0
         two = await swarm.start("two", join=everywhere)
-        assert two.table.contacts() == [two.book.of(one.peer)]
+        assert two.table.contacts() == [two.protocol.book.of(one.peer)]
 
     in_world(work)
 
@@ -184,7 +184,7 @@ def test_rejoining_meets_the_swarm_again():
             lost.table.on_failed(contact, asyncio.get_running_loop().time())
         assert len(lost.table) == 0
         assert await lost.rejoin() == 1
-        assert lost.book.of(peers[0].peer) in lost.table
+        assert lost.protocol.book.of(peers[0].peer) in lost.table
         await asyncio.sleep(60)
         assert len(lost.table) == 5
 

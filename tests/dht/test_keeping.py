@@ -6,10 +6,9 @@ import pytest
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, UsageError, run_virtual
-from shoal.core.identity import Identity
-from shoal.dht import keeping
-from shoal.dht.keeping import Keeper
+from shoal.dht import replication
 from shoal.dht.records import Entry, Stored, Verdict
+from shoal.dht.replication import Keeper
 from shoal.dht.settings import DHTSettings
 
 
@@ -17,14 +16,13 @@ class FakeDHT:
     """Remembers what is stored when; `answer` says what becomes of it."""
 
     settings = DHTSettings()
-    identity = Identity.from_seed(b"1" * 32)
 
     def __init__(self):
         self.batches = []
         self.answer = lambda entry: Stored(5, Verdict.STORED)
 
-    def in_s(self, seconds):
-        return 1000.0 + asyncio.get_running_loop().time() + seconds
+    def wall_s(self):
+        return 1000.0 + asyncio.get_running_loop().time()
 
     async def store_many(self, entries):
         self.batches.append((asyncio.get_running_loop().time(), list(entries)))
@@ -39,7 +37,7 @@ def run_keeper(scenario, limit_s=1e5):
 
     async def main():
         dht = FakeDHT()
-        keeper = Keeper(dht)
+        keeper = Keeper(dht, dht.store_many)
         task = asyncio.get_running_loop().create_task(keeper.run())
         try:
             return await scenario(dht, keeper)
@@ -85,7 +83,7 @@ def test_what_is_due_at_about_the_same_time_shares_a_batch():
 
 
 def test_no_batch_is_too_large(monkeypatch):
-    monkeypatch.setattr(keeping, "MAX_BATCH", 4)
+    monkeypatch.setattr(replication, "MAX_BATCH", 4)
 
     async def scenario(dht, keeper):
         kept = keeper.keep(lambda at_s: [Entry(number, 1, at_s) for number in range(10)], 100.0)
@@ -121,7 +119,7 @@ def test_one_can_wait_for_the_first_storing():
 def test_waiting_for_the_first_storing_ends_at_a_deadline():
     async def scenario():
         with pytest.raises(DeadlineExceeded):
-            await Keeper(FakeDHT()).keep(only("x"), 100.0).stored(Deadline.after(1.0))
+            await Keeper(FakeDHT(), None).keep(only("x"), 100.0).stored(Deadline.after(1.0))
 
     run_virtual(scenario())
 
@@ -249,7 +247,7 @@ def test_all_are_stored_again_after_being_away():
 @pytest.mark.parametrize("lifetime_s", [0.0, -1.0, math.nan, math.inf, 8 * 86_400.0])
 def test_lifetimes_are_those_that_peers_accept(lifetime_s):
     with pytest.raises(UsageError, match="lifetime"):
-        Keeper(FakeDHT()).keep(only("x"), lifetime_s)
+        Keeper(FakeDHT(), None).keep(only("x"), lifetime_s)
 
 
 def test_kept_records_survive_and_others_do_not():

@@ -10,8 +10,8 @@ import pytest
 from dht.worlds import in_world, opened
 from shoal.core import Address, PeerRefused, PeerUnreachable, UsageError
 from shoal.core.identity import Identity
-from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
+from shoal.dht.protocol import Answered
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.faults import FaultScript, Skew
 
@@ -28,7 +28,7 @@ def test_who_has_a_wrong_clock_is_left_out_and_told_of_once(caplog, join):
     async def work(swarm, *peers):
         await swarm.start("wrong", join=[])
         late = await swarm.start("late", join=join)
-        assert late.book.of(peers[1].peer) in late.table
+        assert late.protocol.book.of(peers[1].peer) in late.table
         for _ in range(3):
             assert await late.rejoin() == 1
 
@@ -164,14 +164,14 @@ def test_its_own_host_is_what_most_others_say(monkeypatch):
     async def work(swarm, *peers):
         dht = await swarm.start("dht")
         words = {"p0": "10.9.9.9:1", "p1": "10.0.0.7:1", "p2": "10.0.0.7:2", "p3": "nonsense"}
-        ping = dht.asking.call_ping
+        ping = dht.protocol.call_ping
 
         async def say(peer, deadline=None):
             answered = await ping(peer, deadline)
             said = words.get(peer.address.host, "")
             return Answered(answered.peer, answered.round_trip_s, answered.clock_gap_s, said)
 
-        monkeypatch.setattr(dht.asking, "call_ping", say)
+        monkeypatch.setattr(dht.protocol, "call_ping", say)
         dht.joining.addresses[:] = [Address(name, 1024) for name in words]
         await dht.rejoin()
         assert dht.joining.seen_as == "10.0.0.7"

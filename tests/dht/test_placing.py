@@ -2,8 +2,8 @@ import asyncio
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import run_virtual
-from shoal.dht.placing import new_holders
 from shoal.dht.records import Entry
+from shoal.dht.replication import new_holders
 
 NAMES = [f"record {number}" for number in range(40)]
 

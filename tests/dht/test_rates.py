@@ -2,14 +2,14 @@ import pytest
 
 from shoal.core import Peer, PeerBusy
 from shoal.core.identity import Identity
-from shoal.dht.rates import BURST_S, Rates, cost_of_find
+from shoal.dht.protocol import BURST_S, RequestLimits, cost_of_find
 from shoal.dht.settings import DHTSettings
 
 SETTINGS = DHTSettings(max_messages_a_s=10, max_records_a_s=100)
 
 
 def test_messages_and_records_are_counted_apart():
-    rates, peer = Rates(SETTINGS), Peer.at("10.0.0.1:7000")
+    rates, peer = RequestLimits(SETTINGS), Peer.at("10.0.0.1:7000")
     for _ in range(int(10 * BURST_S)):
         rates.take_messages(peer, 1, 5.0)
     with pytest.raises(PeerBusy, match="10 times a second") as caught:
@@ -25,7 +25,7 @@ def test_messages_and_records_are_counted_apart():
 
 
 def test_more_ports_and_ids_of_a_host_gain_nothing():
-    rates = Rates(SETTINGS)
+    rates = RequestLimits(SETTINGS)
     rates.take_messages(Peer.at("10.0.0.1:7000"), 40, 0.0)
     twin = Peer(Peer.at("10.0.0.1:7001").address, Identity.from_seed(b"1" * 32).peer_id)
     with pytest.raises(PeerBusy):
@@ -35,7 +35,7 @@ def test_more_ports_and_ids_of_a_host_gain_nothing():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "[::1]", "localhost"])
 def test_peers_on_this_machine_are_told_apart_by_their_ports(host):
-    rates = Rates(SETTINGS)
+    rates = RequestLimits(SETTINGS)
     rates.take_messages(Peer.at(f"{host}:7000"), 40, 0.0)
     with pytest.raises(PeerBusy):
         rates.take_messages(Peer.at(f"{host}:7000"), 1, 0.0)
@@ -44,7 +44,7 @@ def test_peers_on_this_machine_are_told_apart_by_their_ports(host):
 
 def test_keys_that_share_a_find_cost_less_than_finds():
     assert [cost_of_find(num) for num in (0, 1, 2, 5, 32)] == [1, 1, 1.25, 2, 8.75]
-    rates, peer = Rates(SETTINGS), Peer.at("10.0.0.1:7000")
+    rates, peer = RequestLimits(SETTINGS), Peer.at("10.0.0.1:7000")
     for _ in range(20):
         rates.take_messages(peer, cost_of_find(5), 0.0)
     with pytest.raises(PeerBusy, match=r"wait for 0\.12 s"):

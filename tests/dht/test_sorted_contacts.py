@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.made_contacts import by_distance, made_contact
-from shoal.dht.sorted_contacts import SortedContacts
+from shoal.dht.routing_table import SortedContacts
 from shoal.dht.wire import ID_BITS
 
 # ids that begin alike for long, as those around the own id do, and ids from all over the space

@@ -7,7 +7,7 @@ import pytest
 from dht.worlds import identity_of, in_world, keep_at, send_store
 from shoal.core import UsageError
 from shoal.dht.records import PLAIN, Entry, Slot, encode_subkey, encode_value, key_of, owner_id, reserved
-from shoal.dht.spreading import slots_of
+from shoal.dht.store import signed_slots
 from shoal.dht.validation import Ownership
 from shoal.dht.wire import MAX_WANTS, Store
 
@@ -19,7 +19,7 @@ ALICE = identity_of("alice")
 
 def test_entries_become_slots_in_their_order():
     entries = [Entry("a", {"x": (1,)}, 10), Entry(b"b", None, 11.5, subkey=3), Entry(("c", 1), 2, 12.0)]
-    assert slots_of(entries, ALICE) == [
+    assert signed_slots(entries, ALICE) == [
         (key_of("a").digest, Slot(PLAIN, encode_value({"x": (1,)}), 10.0)),
         (key_of(b"b").digest, Slot(encode_subkey(3), encode_value(None), 11.5)),
         (key_of(("c", 1)).digest, Slot(PLAIN, encode_value(2), 12.0)),
@@ -30,7 +30,7 @@ def test_those_that_are_to_be_owned_are_signed():
     entries = [Entry(f"n{at}", at, 10.0, is_owned=at % 3 == 0) for at in range(200)]
     entries.append(Entry("dict", 1, 10.0, subkey=reserved(ALICE.peer_id), is_owned=True))
     check = Ownership().check
-    for entry, (key, slot) in zip(entries, slots_of(entries, ALICE), strict=True):
+    for entry, (key, slot) in zip(entries, signed_slots(entries, ALICE), strict=True):
         assert check(key, slot) is None
         assert owner_id(slot) == (ALICE.peer_id if entry.is_owned else None)
 
@@ -49,7 +49,7 @@ def test_those_that_are_to_be_owned_are_signed():
 )
 def test_what_cannot_be_an_entry_is_told(entry, why):
     with pytest.raises(UsageError, match=why):
-        slots_of([Entry("fine", 1, 1.0), entry], ALICE)
+        signed_slots([Entry("fine", 1, 1.0), entry], ALICE)
 
 
 # --- caching on the way ---
@@ -59,7 +59,7 @@ def cachers(swarm, name):
     """Who has a copy of a record, of those that do not hold it, nearest first."""
     key = key_of(name).digest
     peers = {host: swarm.peers[host] for host in swarm.nearest(name) if host not in swarm.holders(name)}
-    return [host for host, peer in peers.items() if peer.holdings.live_slots(key, peer.wall_s())]
+    return [host for host, peer in peers.items() if peer.records.get(key, peer.wall_s())]
 
 
 def test_a_found_value_is_cached_by_the_reader_and_where_the_next_passes_by():

@@ -9,7 +9,7 @@ from dht.made_contacts import made_contact
 from dht.worlds import Liar, in_world, keep_at
 from shoal.core import PeerBusy
 from shoal.dht.records import Entry, Stored, Verdict
-from shoal.dht.storing import _Parcel
+from shoal.dht.store import PendingStore
 from shoal.dht.validation import Schema
 from shoal.dht.wire import MAX_CONTACTS, StoreAnswer, pack
 from shoal.transport import Reply
@@ -133,12 +133,12 @@ def test_busy_peers_are_passed_over():
         writer = peers[0]
         busy = [swarm.peers[host] for host in swarm.nearest("name") if host != "p0"][:2]
         for peer in busy:
-            peer.holdings.rates.take_records = be_busy
+            peer.protocol.limits.take_records = be_busy
         stored = await writer.store("name", 1, writer.in_s(60))
         assert stored.num_stored >= 5
         assert loop_s() < 1.0
         assert len([host for host in swarm.holders("name") if swarm.peers[host] not in busy]) >= 5
-        assert all(writer.book.of(peer.peer) in writer.table for peer in busy)
+        assert all(writer.protocol.book.of(peer.peer) in writer.table for peer in busy)
 
     in_world(work, 20)
 
@@ -147,7 +147,7 @@ def test_it_ends_with_its_time_and_tells_what_became_of_it():
     async def work(swarm, *peers):
         for host in list(swarm.peers)[1:]:
             await swarm.kill(host)
-        peers[0].is_client = True
+        peers[0].protocol.is_client = True
         stored = await peers[0].store("name", 1, peers[0].in_s(60))
         assert stored == Stored(0, Verdict.NOT_ASKED)
         assert not stored
@@ -189,16 +189,16 @@ INVENTED = [bytes((255,)) * 19 + bytes((at % 256,)) + b"\x04\x00\x00nowhere%d" %
         lambda store: {"verdicts": 1},
     ],
 )
-def test_who_does_not_follow_the_protocol_is_set_aside_and_replaced(answer):
+def test_who_does_not_follow_the_protocol_is_backed_off_and_replaced(answer):
     async def work(swarm, *peers):
         async with Odd(swarm, "odd", answer=answer) as odd:
             await odd.mingle(peers)
-            contact = peers[0].book.of(odd.peer)
+            contact = peers[0].protocol.book.of(odd.peer)
             assert contact in peers[0].table
             stored = await peers[0].store("name", 1, peers[0].in_s(60))
             assert odd.num_stores == 1
             assert stored.num_stored == 4
-            assert peers[0].is_set_aside(contact)
+            assert peers[0].protocol.is_backed_off(contact)
 
     in_world(work, 4)
 
@@ -259,7 +259,7 @@ def far(*distances):
 
 
 def test_who_is_told_of_replaces_those_that_are_gone_and_no_others():
-    parcel = _Parcel(bytes(20), [])
+    parcel = PendingStore(bytes(20), [])
     near = far(1, 2, 3, 100, 200)
     parcel.begin(near, 2)
     assert [parcel.choose(), parcel.choose()] == [contact for _, contact in near[:2]]
@@ -276,7 +276,7 @@ def test_who_is_told_of_replaces_those_that_are_gone_and_no_others():
 
 
 def test_the_right_address_of_a_peer_is_wanted_beside_a_wrong_one():
-    parcel = _Parcel(bytes(20), [])
+    parcel = PendingStore(bytes(20), [])
     (_, first), (distance, right) = far(9, 5)
     wrong = made_contact(distance, "10.6.6.6")
     parcel.begin([(9 << 136, first)], 1)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from dht.made_contacts import TOP, by_distance, made_contact
 from shoal.core import PeerId
+from shoal.dht.routing_table import CHECK_S, MAX_HEARSAY, QUIET_S, RoutingTable
 from shoal.dht.settings import DHTSettings
-from shoal.dht.table import CHECK_S, MAX_HEARSAY, QUIET_S, RoutingTable
 from shoal.dht.wire import ID_BITS, number_of
 
 OWN = PeerId(bytes(20))
@@ -52,7 +52,7 @@ def test_the_own_id_is_never_in_the_table():
     table.on_failed(own, 0.0)
     assert len(table) == 0
     assert nearest(table, 0, has_hearsay=True) == []
-    assert not table.is_set_aside(own, 0.0)
+    assert not table.is_backed_off(own, 0.0)
 
 
 def test_an_id_in_the_middle_of_a_split_goes_to_the_upper_half():
@@ -134,26 +134,25 @@ def test_a_replacement_that_fails_waits_no_longer():
     assert newcomer not in table
 
 
-def test_who_fails_is_set_aside_until_seen_again():
-    table, one = made_table(set_aside_s=5.0), made_contact(TOP)
+def test_who_fails_is_backed_off_until_seen_again():
+    table, one = made_table(backoff_s=5.0), made_contact(TOP)
     table.on_seen(one, 0.0)
     table.on_failed(one, 1.0)
     assert one not in table
-    assert table.is_set_aside(one, 5.9)
-    assert table.come_back(5.9) == []
-    assert table.come_back(6.0) == [one]
+    assert table.is_backed_off(one, 5.9)
+    assert table.due_for_retry(5.9) == []
+    assert table.due_for_retry(6.0) == [one]
     table.on_seen(one, 6.1)
     assert one in table
-    assert not table.is_set_aside(one, 6.1)
-    assert table.come_back(100.0) == []
+    assert not table.is_backed_off(one, 6.1)
+    assert table.due_for_retry(100.0) == []
 
 
 def test_an_id_that_was_seen_elsewhere_has_moved():
     table, here, there = made_table(), made_contact(TOP), made_contact(TOP, host="10.9.9.9")
-    table.on_seen(here, 0.0, 0.5)
+    table.on_seen(here, 0.0)
     table.on_seen(there, 1.0)
     assert table.contacts() == [there]
-    assert table.round_trip_s(there) is None, "it is another way now"
     table.on_failed(here, 2.0)
     assert table.contacts() == [there], "nobody failed at the new address"
     tenant = made_contact(2 * TOP, host=here.peer.address.host)
@@ -170,7 +169,7 @@ def test_an_address_belongs_to_who_was_seen_there_last():
     assert new not in nearest(table, 0, has_hearsay=True), "hearsay takes nobody's address"
     table.on_seen(new, 1.0)
     assert table.contacts() == [new]
-    assert not table.is_set_aside(old, 1.0)
+    assert not table.is_backed_off(old, 1.0)
 
 
 def test_the_place_of_who_lost_its_address_goes_to_a_replacement():
@@ -243,32 +242,18 @@ def test_a_swarm_on_one_host_is_still_known_near_the_own_id():
     assert len(table) > 20
 
 
-def test_round_trips_are_smoothed():
-    table, one = made_table(), made_contact(TOP)
-    table.on_seen(one, 0.0)
-    assert table.round_trip_s(one) is None
-    table.on_seen(one, 1.0, 0.8)
-    assert table.round_trip_s(one) == 0.8
-    table.on_seen(one, 2.0, 0.0)
-    assert table.round_trip_s(one) == pytest.approx(0.7)
-    table.on_seen(one, 3.0)
-    assert table.round_trip_s(one) == pytest.approx(0.7)
-    assert table.round_trip_s(made_contact(2 * TOP)) is None
-
-
 def test_what_is_known_of_the_others_stays_theirs_when_one_comes_or_goes():
     table, contacts = made_table(bucket_size=20), [made_contact(number * TOP) for number in range(1, 6)]
     for index in (4, 0, 2, 1, 3):
-        table.on_seen(contacts[index], 10.0 * index, float(index))
+        table.on_seen(contacts[index], 10.0 * index)
     table.on_failed(contacts[2], 50.0)
-    assert [table.round_trip_s(contact) for contact in contacts] == [0.0, 1.0, None, 3.0, 4.0]
     assert [view.last_seen_s for view in table.view()] == [40.0]
     table.on_failed(contacts[4], 50.0)
     assert [view.last_seen_s for view in table.view()] == [30.0]
 
 
 def test_hearsay_seeds_own_look_ups_until_it_fails():
-    table, seen, told = made_table(set_aside_s=5.0), made_contact(2 * TOP), made_contact(3 * TOP)
+    table, seen, told = made_table(backoff_s=5.0), made_contact(2 * TOP), made_contact(3 * TOP)
     table.on_seen(seen, 0.0)
     table.on_heard_of(told)
     assert nearest(table, 3 * TOP) == [seen]
@@ -349,7 +334,7 @@ def test_whatever_happens_the_table_is_in_order(own, bucket_size, depth_modulo, 
             table.on_failed(contact, now_s)
             alive[contact] = False
             assert contact not in table
-            assert contact.number == own or table.is_set_aside(contact, now_s)
+            assert contact.number == own or table.is_backed_off(contact, now_s)
         else:
             num_before = len(table)
             table.on_heard_of(contact)
@@ -364,7 +349,7 @@ def test_whatever_happens_the_table_is_in_order(own, bucket_size, depth_modulo, 
     with_hearsay = nearest(table, target, 200, now_s=now_s, has_hearsay=True)
     assert with_hearsay == by_distance(with_hearsay, target)
     assert [contact for contact in with_hearsay if contact in table] == by_distance(known, target)
-    assert not any(table.is_set_aside(contact, now_s) for contact in with_hearsay)
+    assert not any(table.is_backed_off(contact, now_s) for contact in with_hearsay)
 
 
 def check_order(table, own, bucket_size, now_s):
@@ -372,7 +357,7 @@ def check_order(table, own, bucket_size, now_s):
     assert len(table) == len(known) == sum(view.num_contacts for view in views)
     assert len({contact.number for contact in known} - {own}) == len(known)
     assert len({contact.peer.address for contact in known}) == len(known)
-    assert not any(table.is_set_aside(contact, now_s) for contact in known)
+    assert not any(table.is_backed_off(contact, now_s) for contact in known)
     assert views[0].low == 0
     assert views[-1].high == EVERYTHING
     for before, after in itertools.pairwise(views):

@@ -79,7 +79,7 @@ def keep_at(dht, name, value, lifetime_s=60.0, subkey=None):
     """Have one peer alone hold a record; its verdict."""
     subkey = PLAIN if subkey is None else encode_subkey(subkey)
     slot = Slot(subkey, encode_value(value), dht.in_s(lifetime_s))
-    return dht.holdings.keep(key_of(name).digest, slot, dht.wall_s())
+    return dht.records.store(key_of(name).digest, slot, dht.wall_s())
 
 
 async def send(sender, target, method, payload):

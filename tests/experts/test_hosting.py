@@ -126,7 +126,7 @@ def test_a_host_that_cannot_declare_in_time_serves_on(swarm, monkeypatch, caplog
         raise DeadlineExceeded("not before the deadline.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.dht.keeping.Kept.stored", late)
+        patch.setattr("shoal.dht.replication.Kept.stored", late)
         with host(join=(str(swarm.address),), declare_s=5.0) as hosting:
             assert "cannot be found yet" in caplog.text
             assert "for tests" in caplog.text

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shoal.dht.asking import Answered
 from shoal.dht.blocking import Swarm, connect
 from shoal.dht.declaring import ExpertAddress, declare_experts, get_experts, sample_uids
-from shoal.dht.keeping import Keeper, Kept
 from shoal.dht.node import DHT
 from shoal.dht.presence import announce, present
+from shoal.dht.protocol import Answered
 from shoal.dht.records import Entry, OwnSubkey, Stored, Value, Verdict, reserved
+from shoal.dht.replication import Keeper, Kept
 from shoal.dht.settings import DHTSettings
 from shoal.dht.uids import ExpertPrefix, ExpertUid
 from shoal.dht.validation import Schema, reserved_key

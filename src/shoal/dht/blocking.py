@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 
 from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
-from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
+from shoal.dht.protocol import Answered
 from shoal.dht.records import Entry, Stored, Value
 from shoal.dht.settings import DHTSettings
 from shoal.dht.validation import Schema

@@ -12,8 +12,8 @@ from shoal.core import Deadline, PeerId
 from shoal.dht.records import Entry, Value, encode_value, holder_of, reserved
 
 if TYPE_CHECKING:
-    from shoal.dht.keeping import Kept
     from shoal.dht.node import DHT
+    from shoal.dht.replication import Kept
 
 NAMESPACE = "presence"
 

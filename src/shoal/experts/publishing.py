@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from shoal.core import Deadline
 from shoal.dht.declaring import expert_entries
-from shoal.dht.keeping import Kept
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, reserved
+from shoal.dht.replication import Kept
 
 log = logging.getLogger(__name__)
 
