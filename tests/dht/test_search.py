@@ -94,7 +94,7 @@ class Peers:
     def is_backed_off(self, contact):
         return contact in self.backed_off
 
-    def witnesses(self):
+    def witnesses(self, number):
         self.num_witnesses += 1
         return self.rest
 
@@ -354,6 +354,29 @@ def test_others_are_asked_before_it_ends_with_nothing_where_somebody_may_have_li
     peers.search(lookup, seeds=liars)
     assert values_of(lookup) == ["here"]
     assert peers.num_witnesses == 1
+
+
+def test_others_are_asked_until_somebody_answers():
+    """All whom it begins with are gone, and so are the next whom the table names."""
+    gone, there = contacts_at(*range(1, 31)), contacts_at(40, 41)
+    peers = Peers([*gone, *there])
+    peers.dead = gone
+    peers.hold(there[0], "here")
+    left = iter([gone[10:15], gone[15:20], there])
+    peers.witnesses = lambda number: next(left)
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    assert peers.search(lookup, seeds=gone[:10]) < 4 * DEAD_S
+    assert values_of(lookup) == ["here"]
+
+
+def test_it_ends_where_nobody_is_left():
+    peers = Peers(contacts_at(*range(1, 9)))
+    peers.dead = peers.contacts
+    peers.rest = peers.contacts[:2]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
+    assert lookup.is_done
+    assert not lookup.answered()
 
 
 def test_nobody_else_is_asked_where_all_answer():

@@ -438,10 +438,12 @@ class DHTProtocol:
         """Of what another peer tells of a key, what is live, rightly signed and rightly typed."""
         return self.validator.believed(key, slots, self.wall_s())
 
-    def witnesses(self) -> list[Contact]:
-        """A few peers from anywhere."""
+    def witnesses(self, number: int) -> list[Contact]:
+        """A few peers from anywhere, and those that are now the nearest to a key in the table."""
         contacts = self.table.contacts()
-        return self.random.sample(contacts, min(len(contacts), _NUM_WITNESSES))
+        anywhere = self.random.sample(contacts, min(len(contacts), _NUM_WITNESSES))
+        nearest = self.table.nearest(number, self.settings.num_replicas, now_s=self.now_s())
+        return list(dict.fromkeys((*anywhere, *nearest)))
 
     def slow_s(self) -> float:
         """How long answers take when all is well, at most."""

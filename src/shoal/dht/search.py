@@ -251,13 +251,20 @@ class Lookup:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it ends with nothing though others have not been asked whether those near the key lie."""
-        return self.has_silent and not (self._has_witnesses or self.replicas or self.coordinates)
+        """Whether it ends with nothing, and others should be asked: those near the key may lie, or be gone.
+
+        They are asked once where enough of the nearest have answered, and else until enough have.
+        """
+        if self.replicas or self.coordinates or not self.has_silent:
+            return False
+        return not self._has_witnesses or len(self.answered()) < self.width
 
     def reopen(self, witnesses: Sequence[Contact]) -> list[Contact]:
         """Whom of these to ask before it ends after all."""
         self._has_witnesses = True
         chosen = [contact for contact in witnesses if contact.packed not in self._progress]
+        for contact in chosen:
+            self.add(contact, 1)
         self.is_done = not chosen
         return chosen
 
@@ -530,7 +537,7 @@ class Search(Requests[Lookup, Found]):
         """Have a key ask whom it wants to."""
         chosen = part.next_peers(self._parallel)
         if part.is_done and part.is_doubtful:
-            chosen = part.reopen(self._protocol.witnesses())
+            chosen = part.reopen(self._protocol.witnesses(part.number))
         for contact in chosen:
             part.on_asked(contact)
             self._waiting.setdefault(contact, []).append(part)
