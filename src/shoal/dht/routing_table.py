@@ -49,21 +49,6 @@ class BucketView(NamedTuple):
 class RoutingTable:
     """The contacts of one peer. One id and one address have one place; the own id has none."""
 
-    __slots__ = (
-        "_at_address",
-        "_backoff",
-        "_buckets",
-        "_failed",
-        "_hearsay",
-        "_max_backoff_s",
-        "_max_of_a_host",
-        "_own",
-        "_places",
-        "_random",
-        "_seen_s",
-        "_size",
-    )
-
     def __init__(self, own: PeerId, settings: DHTSettings, random: Random) -> None:
         self._own = number_of(own.digest)
         self._size = settings.bucket_size

@@ -124,33 +124,6 @@ class Progress(enum.IntEnum):
 class Lookup:
     """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    __slots__ = (
-        "_absent",
-        "_afters",
-        "_depths",
-        "_has_answer",
-        "_has_witnesses",
-        "_num_pages",
-        "_pagers",
-        "_progress",
-        "_reaches",
-        "after",
-        "coordinates",
-        "first_parallel",
-        "has_marker",
-        "has_more_at",
-        "hops",
-        "is_alone",
-        "is_done",
-        "key",
-        "kind",
-        "near",
-        "num_asked",
-        "number",
-        "replicas",
-        "width",
-    )
-
     def __init__(self, key: bytes, kind: Kind, width: int) -> None:
         self.key = key
         self.kind = kind

@@ -140,20 +140,6 @@ def _correct_cache(
 class PendingStore:
     """Slots of one key that fit into a datagram, until as many replicas as wanted hold them."""
 
-    __slots__ = (
-        "_asking_item",
-        "candidates",
-        "is_done",
-        "item",
-        "num_open",
-        "num_slow",
-        "num_wanted",
-        "number",
-        "replicas",
-        "tried",
-        "verdicts",
-    )
-
     def __init__(self, key: bytes, slots: list[Slot]) -> None:
         self.item = Item(key, slots)
         self._asking_item: Item | None = None
