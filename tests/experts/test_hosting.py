@@ -10,13 +10,13 @@ import torch
 from shoal.core import DeadlineExceeded, LoopThread, Peer, PeerError, PeerUnreachable, UsageError
 from shoal.core.identity import Identity
 from shoal.dht import connect
-from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.settings import DHTSettings
 from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.client import ExpertClient
 from shoal.experts.config import HostingConfig
 from shoal.experts.hosting import Hosting, hosted
 from shoal.experts.making import ExpertMaker
+from shoal.experts.names import declare_experts, get_experts
 
 SMALL = {"hidden_dim": 8, "device": "cpu", "num_loops": 1}
 

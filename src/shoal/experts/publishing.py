@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 
 from shoal.core import Deadline
-from shoal.dht.declaring import expert_entries
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, reserved
 from shoal.dht.replication import Kept
+from shoal.experts.names import expert_entries
 
 log = logging.getLogger(__name__)
 

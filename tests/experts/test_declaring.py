@@ -6,15 +6,15 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import Address, Deadline, DeadlineExceeded, Peer, UsageError, run_virtual
-from shoal.dht.declaring import (
+from shoal.dht.records import Verdict, reserved
+from shoal.experts.names import (
     ExpertAddress,
+    ExpertUid,
     declare_experts,
     expert_entries,
     get_experts,
     sample_uids,
 )
-from shoal.dht.records import Verdict, reserved
-from shoal.dht.uids import ExpertUid
 
 ELSEWHERE = Address("10.0.0.7", 31337)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from shoal.core import UsageError
-from shoal.dht.uids import MAX_COORDINATE, ExpertPrefix, ExpertUid, UidPattern
+from shoal.experts.names import MAX_COORDINATE, ExpertPrefix, ExpertUid, UidPattern
 
 
 @pytest.mark.parametrize(

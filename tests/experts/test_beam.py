@@ -9,10 +9,8 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import Deadline, UsageError
-from shoal.dht.beam import batch_beam_search, beam_search
-from shoal.dht.declaring import declare_experts, expert_entries
 from shoal.dht.records import key_of
-from shoal.dht.uids import ExpertUid
+from shoal.experts.names import ExpertUid, batch_beam_search, beam_search, declare_experts, expert_entries
 from shoal.transport.network.memory import MemoryHost
 
 

@@ -1,7 +1,7 @@
 """Who is there: peers that announce themselves under a name, and those who ask for them.
 
-Every peer has a subkey of its own in one dictionary, which it alone can write; `keeping` stores it again
-before it expires.
+Every peer has a subkey of its own in one dictionary, which it alone can write; it is stored again before it
+expires.
 """
 
 from __future__ import annotations
