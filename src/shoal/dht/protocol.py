@@ -176,7 +176,8 @@ class DHTProtocol:
     @property
     def port(self) -> int:
         """Where this peer listens, as it tells others; 0 for a client."""
-        return 0 if self.is_client else self.endpoint.addresses[0].port
+        addresses = self.endpoint.addresses
+        return addresses[0].port if addresses and not self.is_client else 0
 
     def wall_s(self) -> float:
         """The calendar that records expire by."""

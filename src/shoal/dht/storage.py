@@ -177,6 +177,14 @@ class ExpiringSlots:
         held = self.held.get(key)
         return [] if held is None else displaced(held.contents, slot)
 
+    def judge(self, key: bytes, slot: Slot, now_s: float) -> tuple[Verdict, list[Slot]]:
+        """Whether the rules let a slot in, and the slots whose place it would take; room is not looked at."""
+        refused = refusal(slot, now_s, self._settings)
+        if refused is not None:
+            return refused, []
+        replaced = self.displaced(key, slot)
+        return judge(replaced, slot), replaced
+
     def put(self, key: bytes, slot: Slot, now_s: float, replaced: Sequence[Slot]) -> HeldRecord:
         """Place a slot that was judged fit to take the place of `replaced`."""
         held = self.held.get(key)
@@ -275,13 +283,9 @@ class Storage(ExpiringSlots):
     def store(self, key: bytes, slot: Slot, now_s: float) -> Verdict:
         """Keep a slot whose signature is known to be good, if the rules and the room allow it."""
         self.expire(now_s)
-        refused = refusal(slot, now_s, self._settings)
-        if refused is not None:
-            return refused
-        replaced = self.displaced(key, slot)
-        verdict = judge(replaced, slot)
+        verdict, replaced = self.judge(key, slot, now_s)
         if verdict is not Verdict.STORED:
-            if replaced[0] == slot:
+            if replaced and replaced[0] == slot:
                 self.held[key].stored_at_s = now_s
             return verdict
         if not self._make_room(key, slot, replaced):
@@ -388,11 +392,7 @@ class Cache(ExpiringSlots):
         return [Verdict.FULL if verdict is Verdict.STORED else verdict for verdict in verdicts]
 
     def _store(self, key: bytes, slot: Slot, now_s: float) -> Verdict:
-        refused = refusal(slot, now_s, self._settings)
-        if refused is not None:
-            return refused
-        replaced = self.displaced(key, slot)
-        verdict = judge(replaced, slot)
+        verdict, replaced = self.judge(key, slot, now_s)
         if verdict is Verdict.STORED:
             held = self.put(key, slot, now_s, replaced)
             held.is_used = held.is_named = False
