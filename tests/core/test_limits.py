@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.core.limits import FailureBackoff, RateLimiter
+from shoal.core.limits import RateLimiter
 
 
 def test_a_burst_at_once_then_so_many_a_second():
@@ -56,13 +56,3 @@ def test_one_bucket_for_all_where_nobody_is_told_apart():
     limiter = RateLimiter(num_a_s=3, burst=3)
     assert [limiter.allows(10.0) for _ in range(5)] == [True, True, True, False, False]
     assert [limiter.allows(11.0) for _ in range(4)] == [True, True, True, False]
-
-
-def test_how_long_the_latest_pause_is():
-    backoff = FailureBackoff(first_s=2.0, longest_s=7.0)
-    assert backoff.pause_s("one") == 0.0
-    for at_s, pause_s in ((0.0, 2.0), (1.0, 2.0), (2.0, 4.0), (10.0, 7.0), (20.0, 7.0)):
-        backoff.failed("one", at_s)
-        assert backoff.pause_s("one") == pause_s
-    backoff.answered("one")
-    assert backoff.pause_s("one") == 0.0
