@@ -40,7 +40,7 @@ class Swarm:
         self._lock = threading.RLock()  # of opening and closing, which a signal may cut into
 
     def open(self) -> Self:
-        """Join the swarm."""
+        """Join the swarm, on a loop thread of its own unless one was given."""
         with self._lock, contextlib.ExitStack() as closing:
             if self._dht is not None:
                 raise UsageError("This swarm is open already.", next_step="open it in one place only.")
@@ -74,7 +74,7 @@ class Swarm:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this peer is."""
+        """The id that other peers know this one by."""
         return self.dht.peer_id
 
     @property

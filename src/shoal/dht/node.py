@@ -129,7 +129,7 @@ class DHT:
 
     @property
     def counts(self) -> Counts:
-        """Requests sent so far."""
+        """How many requests of each kind this peer has sent so far."""
         return self.protocol.counts
 
     @property

@@ -285,7 +285,7 @@ class Kept:
         self._was_stored = asyncio.Event()
 
     def stop(self) -> None:
-        """Store them no more."""
+        """Store them no more, and let them expire."""
         self.is_stopped = True
         self._was_stored.set()
 

@@ -168,7 +168,7 @@ class Lookup:
         self._depths = dict.fromkeys([contact.packed for contact in nearest], 1)
 
     def add(self, contact: Contact, depth: int) -> None:
-        """Hear of a peer."""
+        """Take note of a peer that somebody has told of."""
         if contact.packed in self._depths:
             return
         distance = contact.number ^ self.number
@@ -277,13 +277,13 @@ class Lookup:
         self.num_asked += 1
 
     def on_slow(self, contact: Contact) -> None:
-        """It has not answered in good time."""
+        """It has not answered in good time, and is not counted on any more."""
         if self._progress.get(contact.packed) is Progress.ASKED:
             self._progress[contact.packed] = Progress.SLOW
             self.num_asked -= 1
 
     def on_failed(self, contact: Contact) -> None:
-        """It will not answer."""
+        """It will not answer: it leaves the list of the nearest."""
         if self._progress.get(contact.packed) is Progress.ASKED:
             self.num_asked -= 1
         self._progress[contact.packed] = Progress.FAILED

@@ -501,7 +501,7 @@ class _Ranking:
         return len(self._order)
 
     def part(self, start: int, end: int) -> Beam:
-        """Those with these ranks."""
+        """The prefixes with these ranks, and their sums of scores."""
         return [
             (float(self._sums[at]), (*self._beam[self._origins[at]][1], int(self._coordinates[at])))
             for at in self._order[start:end].tolist()
