@@ -31,7 +31,7 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Entry, Slot, Stored, Verdict
 from shoal.dht.search import Lookup, look_up
 from shoal.dht.store import unsigned_slots
-from shoal.dht.wire import MAX_STORE_BYTES, Contact, Item, Kind, number_of, size_of
+from shoal.dht.wire import MAX_STORE_BYTES, Contact, Item, Kind, in_groups, number_of, size_of
 
 log = logging.getLogger(__name__)
 
@@ -238,24 +238,18 @@ async def _send_to(protocol: DHTProtocol, contact: Contact, records: Records) ->
 
 def requests_of(records: Records) -> Iterator[list[Item]]:
     """Records cut into requests: small ones that fit into datagrams, or fewer large ones when it is much."""
-    total_bytes = sum(_KEY_BYTES + sum(map(size_of, slots)) for _, slots in records)
-    max_bytes = MAX_STORE_BYTES if total_bytes < _BULK_FROM_BYTES else _BULK_BYTES
-    items: list[Item] = []
-    used_bytes = 0
-    for key, slots in records:
-        for slot in slots:
-            is_new_key = not items or items[-1].key != key
-            more_bytes = size_of(slot) + (_KEY_BYTES if is_new_key else 0)
-            if items and used_bytes + more_bytes > max_bytes:
-                yield items
-                items, used_bytes, is_new_key = [], 0, True
-                more_bytes = size_of(slot) + _KEY_BYTES
-            if is_new_key:
-                items.append(Item(key, []))
-            items[-1].slots.append(slot)
-            used_bytes += more_bytes
-    if items:
-        yield items
+    sized = [
+        (key, slot, size_of(slot) + (0 if at else _KEY_BYTES))
+        for key, slots in records
+        for at, slot in enumerate(slots)
+    ]
+    is_much = sum(size_bytes for _, _, size_bytes in sized) >= _BULK_FROM_BYTES
+    max_bytes = (
+        _BULK_BYTES if is_much else MAX_STORE_BYTES
+    ) - _KEY_BYTES  # of a key that goes on in the next
+    for group in in_groups(sized, lambda one: one[2], max_bytes):
+        by_key = itertools.groupby(group, key=lambda one: one[0])
+        yield [Item(key, [slot for _, slot, _ in some]) for key, some in by_key]
 
 
 # --- a program's own records ---

@@ -26,6 +26,7 @@ from shoal.dht.wire import (
     Item,
     Kind,
     StoreAnswer,
+    in_groups,
     number_of,
     reach_of,
     size_of,
@@ -82,7 +83,7 @@ async def store_slots(
     pending = []
     for lookup, indexes in zip(lookups, by_key.values(), strict=True):
         near = _near(protocol, lookup)
-        for some in _cut(indexes, slots):
+        for some in in_groups(indexes, lambda index: size_of(slots[index][1]), MAX_STORE_BYTES - ITEM_BYTES):
             part = PendingStore(lookup.key, [slots[index][1] for index in some])
             part.begin(near, settings.num_replicas)
             for index, verdict in zip(some, part.verdicts, strict=True):
@@ -101,20 +102,6 @@ def _near(protocol: DHTProtocol, lookup: Lookup) -> list[tuple[int, Contact | No
         near.append((protocol.number ^ lookup.number, None))
         near.sort(key=lambda pair: pair[0])
     return near
-
-
-def _cut(indexes: Sequence[int], slots: Sequence[tuple[bytes, Slot]]) -> list[list[int]]:
-    """Slots of one key in parts that fit into a datagram each; what does not fit is alone."""
-    parts: list[list[int]] = []
-    left_bytes = 0
-    for index in indexes:
-        size_bytes = size_of(slots[index][1])
-        if not parts or size_bytes > left_bytes:
-            parts.append([])
-            left_bytes = MAX_STORE_BYTES - ITEM_BYTES
-        parts[-1].append(index)
-        left_bytes -= size_bytes
-    return parts
 
 
 def _stored(verdicts: Sequence[Verdict]) -> Stored:
@@ -142,6 +129,7 @@ class PendingStore:
 
     def __init__(self, key: bytes, slots: list[Slot]) -> None:
         self.item = Item(key, slots)
+        self.size_bytes = ITEM_BYTES + sum(map(size_of, slots))
         self._asking_item: Item | None = None
         """The same, with the question who else is near; None when the replicas have changed."""
         self.number = number_of(key)
@@ -233,15 +221,10 @@ class Storing(Requests[PendingStore, StoreAnswer]):
 
     def take(self, contact: Contact, waiting: list[PendingStore]) -> list[PendingStore]:
         """As many as fit into a datagram."""
-        num_fitting, left_bytes = 0, MAX_STORE_BYTES
-        for part in waiting:
-            left_bytes -= ITEM_BYTES + sum(map(size_of, part.item.slots))
-            if left_bytes < 0 and num_fitting:
-                break
-            num_fitting += 1
-        if num_fitting < len(waiting):
-            self._waiting[contact] = waiting[num_fitting:]
-        return waiting[:num_fitting]
+        taken = next(in_groups(waiting, lambda part: part.size_bytes, MAX_STORE_BYTES))
+        if len(taken) < len(waiting):
+            self._waiting[contact] = waiting[len(taken) :]
+        return taken
 
     async def call(self, request: Request[PendingStore]) -> StoreAnswer:
         """Send slots to one peer."""

@@ -10,7 +10,8 @@ import bisect
 import enum
 import ipaddress
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from shoal.core.ids import ID_BYTES
 from shoal.dht.records import Slot
 from shoal.transport.network.sockets import Network, unreachable
 from shoal.transport.trust.membership import is_loopback
+
+T = TypeVar("T")
 
 # --- messages ---
 
@@ -181,6 +184,21 @@ _SLOT_BYTES = 24  # around what a slot holds, on the wire
 def size_of(slot: Slot) -> int:
     """Bytes that a slot takes on the wire, about."""
     return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
+
+
+def in_groups(parts: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Parts in their order, in groups of at most so many bytes; what is larger is alone."""
+    group: list[T] = []
+    left_bytes = max_bytes
+    for part in parts:
+        size_bytes = bytes_of(part)
+        if group and size_bytes > left_bytes:
+            yield group
+            group, left_bytes = [], max_bytes
+        group.append(part)
+        left_bytes -= size_bytes
+    if group:
+        yield group
 
 
 # --- contacts ---
