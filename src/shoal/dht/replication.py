@@ -244,10 +244,9 @@ def requests_of(records: Records) -> Iterator[list[Item]]:
         for at, slot in enumerate(slots)
     ]
     is_much = sum(size_bytes for _, _, size_bytes in sized) >= _BULK_FROM_BYTES
-    max_bytes = (
-        _BULK_BYTES if is_much else MAX_STORE_BYTES
-    ) - _KEY_BYTES  # of a key that goes on in the next
-    for group in in_groups(sized, lambda one: one[2], max_bytes):
+    max_bytes = _BULK_BYTES if is_much else MAX_STORE_BYTES
+    # a key whose slots go on in the next request is there once more
+    for group in in_groups(sized, lambda one: one[2], max_bytes - _KEY_BYTES):
         by_key = itertools.groupby(group, key=lambda one: one[0])
         yield [Item(key, [slot for _, slot, _ in some]) for key, some in by_key]
 
