@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+import shoal.dht
 import shoal.group
 import shoal.strategies
 from recorded import check_recorded
@@ -156,7 +157,7 @@ def test_public_names_and_their_signatures_are_those_recorded():
     check_recorded(RECORDED, "shoal", names)
 
 
-@pytest.mark.parametrize("room", [shoal.group, shoal.strategies], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [shoal.dht, shoal.group, shoal.strategies], ids=lambda room: room.__name__)
 def test_those_of_a_room_are_those_recorded(room):
     names = {}
     for name in room.__all__:

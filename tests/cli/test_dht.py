@@ -16,7 +16,7 @@ from shoal.cli.dht import Moment, dht
 from shoal.core import PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import DHTSettings, connect, settings
-from shoal.dht.joining import Joining
+from shoal.dht.join import Joining
 
 app = typer.Typer()
 app.command()(dht)
@@ -168,7 +168,7 @@ def test_others_are_told_where_it_listens_and_how_to_join(impatient, secret_file
 
 def test_nobody_is_told_to_join_by_a_peer_that_cannot_be_called(impatient, monkeypatch):
     async def join(joining):
-        joining._dht.become_client()
+        joining._protocol.is_client = True
 
     monkeypatch.setattr(Joining, "join", join)
     done = run()

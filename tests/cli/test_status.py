@@ -14,7 +14,7 @@ from shoal.core import Address, Peer, PeerId, PeerRefused, PeerUnreachable, Usag
 from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import connect, settings
 from shoal.dht.crawl import Crawl, Visited
-from shoal.dht.messages import About
+from shoal.dht.wire import About
 
 app = typer.Typer()
 app.command()(status)

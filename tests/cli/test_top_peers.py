@@ -1,7 +1,7 @@
 from shoal.cli.top_peers import shot_of
 from shoal.core import Address, Peer, PeerId
 from shoal.dht.crawl import Crawl, Visited
-from shoal.dht.messages import About
+from shoal.dht.wire import About
 
 START = Address("10.0.0.7", 1001)
 

@@ -60,3 +60,13 @@ def test_of_very_many_the_oldest_are_forgotten(monkeypatch):
         backoff.failed(number, float(number))
     assert sum(map(backoff.has_failed, range(100))) <= 10
     assert backoff.is_paused(99, 99.5)
+
+
+def test_how_long_the_latest_pause_is():
+    backoff = FailureBackoff(first_s=2.0, longest_s=7.0)
+    assert backoff.pause_s("one") == 0.0
+    for at_s, pause_s in ((0.0, 2.0), (1.0, 2.0), (2.0, 4.0), (10.0, 7.0), (20.0, 7.0)):
+        backoff.failed("one", at_s)
+        assert backoff.pause_s("one") == pause_s
+    backoff.answered("one")
+    assert backoff.pause_s("one") == 0.0

@@ -5,18 +5,20 @@ import hashlib
 
 from shoal.core import Address
 from shoal.core.identity import Identity
-from shoal.dht.contacts import number_of
-from shoal.dht.names import key_of
 from shoal.dht.node import DHT
+from shoal.dht.records import key_of
 from shoal.dht.settings import DHTSettings
-from shoal.transport import Endpoint, MemoryNetwork
+from shoal.dht.wire import number_of
+from shoal.transport import Endpoint, Membership, MemoryNetwork
 
 
 class LivingSwarm:
     """Peers by name; those that live at the end are closed with the block."""
 
-    def __init__(self, conditions=None, *, seed=0, **settings):
+    def __init__(self, conditions=None, *, seed=0, secret=None, **settings):
         self.network = MemoryNetwork(conditions, seed)
+        self.secret = secret
+        """The swarm's, if it has one: then ids are proven, else they are claims."""
         self.settings = DHTSettings(**settings)
         self.peers = {}
         self._closing = {}
@@ -37,7 +39,7 @@ class LivingSwarm:
         identity = Identity.from_seed(hashlib.sha256(name.encode()).digest())
         addresses = [Address(each, 1024) for each in (list(self.peers)[:1] if join is None else join)]
         async with contextlib.AsyncExitStack() as closing:
-            endpoint = Endpoint(network=self.network.host(name), peer_id=identity.peer_id)
+            endpoint = self.endpoint(name, identity)
             await closing.enter_async_context(endpoint)
             await endpoint.listen(Address(name, 1024))
             dht = DHT(
@@ -51,6 +53,12 @@ class LivingSwarm:
             self._closing[name] = closing.pop_all()
         self.peers[name] = dht
         return dht
+
+    def endpoint(self, name, identity):
+        """An endpoint of a member of the swarm."""
+        membership = None if self.secret is None else Membership(identity, self.secret)
+        host = self.network.host(name)
+        return Endpoint(network=host, peer_id=identity.peer_id, membership=membership)
 
     async def start_many(self, num_peers, **options):
         """Several of them."""

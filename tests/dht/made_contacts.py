@@ -2,7 +2,7 @@
 
 from shoal.core import Address, Peer, PeerId
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import ID_BITS, Contact, pack
+from shoal.dht.wire import ID_BITS, Contact, pack
 
 TOP = 1 << (ID_BITS - 8)
 """One more of this is one more in the first byte of an id."""

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.made_contacts import made_contact
-from shoal.dht.buckets import Bucket, Buckets
-from shoal.dht.contacts import ID_BITS
+from shoal.dht.routing_table import KBucket, KBuckets
+from shoal.dht.wire import ID_BITS
 
 HALF = 1 << (ID_BITS - 1)
 EVERYTHING = 1 << ID_BITS
@@ -15,7 +15,7 @@ numbers = st.integers(0, EVERYTHING - 1)
 
 @given(st.lists(numbers, max_size=30), numbers)
 def test_whatever_is_split_the_buckets_divide_the_whole_space(split_at, number):
-    buckets = Buckets(own=0, depth_modulo=5)
+    buckets = KBuckets(own=0, depth_modulo=5)
     for place in split_at:
         buckets.split(buckets.of(place))
     ranges = [(bucket.low, bucket.high) for bucket in buckets]
@@ -29,7 +29,7 @@ def test_whatever_is_split_the_buckets_divide_the_whole_space(split_at, number):
 
 
 def test_the_id_in_the_middle_belongs_to_the_upper_half():
-    buckets = Buckets(own=0, depth_modulo=5)
+    buckets = KBuckets(own=0, depth_modulo=5)
     buckets.split(buckets.of(0))
     lower, upper = buckets
     assert buckets.of(HALF) is upper
@@ -38,7 +38,7 @@ def test_the_id_in_the_middle_belongs_to_the_upper_half():
 
 
 def test_a_bucket_splits_around_the_own_id_or_between_multiples_of_the_modulo():
-    buckets = Buckets(own=EVERYTHING - 1, depth_modulo=3)
+    buckets = KBuckets(own=EVERYTHING - 1, depth_modulo=3)
     assert buckets.may_split(buckets.of(0))
     for _ in range(2):
         buckets.split(buckets.of(0))
@@ -52,43 +52,43 @@ def test_a_bucket_splits_around_the_own_id_or_between_multiples_of_the_modulo():
 
 
 def test_a_bucket_of_one_id_does_not_split():
-    buckets = Buckets(own=0, depth_modulo=5)
+    buckets = KBuckets(own=0, depth_modulo=5)
     while buckets.may_split(buckets.of(0)):
         buckets.split(buckets.of(0))
     assert (buckets.of(0).low, buckets.of(0).high) == (0, 1)
 
 
 def test_who_waits_stands_newest_first():
-    bucket = Bucket(0, 0)
-    assert (bucket.waiting(), bucket.num_waiting, bucket.waiting_as(1)) == ([], 0, None)
+    bucket = KBucket(0, 0)
+    assert (bucket.replacements(), bucket.replacement(1)) == ([], None)
     one, two, three = (made_contact(number) for number in (1, 2, 3))
     for contact in (one, two, three, one):
-        bucket.wait(contact)
-    assert bucket.waiting() == [one, three, two]
+        bucket.add_replacement(contact)
+    assert bucket.replacements() == [one, three, two]
     moved = made_contact(3, host="10.9.9.9")
-    bucket.wait(moved)
-    assert bucket.waiting() == [moved, one, two]
-    assert bucket.waiting_as(3) == moved
-    bucket.leave(1)
-    bucket.leave(77)
-    assert (bucket.waiting(), bucket.num_waiting) == ([moved, two], 2)
+    bucket.add_replacement(moved)
+    assert bucket.replacements() == [moved, one, two]
+    assert bucket.replacement(3) == moved
+    bucket.remove_replacement(1)
+    bucket.remove_replacement(77)
+    assert bucket.replacements() == [moved, two]
 
 
 def test_a_split_divides_who_waits_and_keeps_when_it_was_looked_into():
-    buckets = Buckets(own=0, depth_modulo=5)
+    buckets = KBuckets(own=0, depth_modulo=5)
     whole = buckets.of(0)
     whole.looked_up_s = 7.0
     waiting = [made_contact(number) for number in (1, HALF, 2, HALF + 1)]
     for contact in waiting:
-        whole.wait(contact)
+        whole.add_replacement(contact)
     buckets.split(whole)
     lower, upper = buckets
-    assert lower.waiting() == [waiting[2], waiting[0]]
-    assert upper.waiting() == [waiting[3], waiting[1]]
+    assert lower.replacements() == [waiting[2], waiting[0]]
+    assert upper.replacements() == [waiting[3], waiting[1]]
     assert (lower.looked_up_s, upper.looked_up_s) == (7.0, 7.0)
 
 
 @given(st.integers(0, 20), st.integers(0, 2**20 - 1), st.integers(0, 1000))
 def test_a_random_id_of_a_bucket_is_in_it(depth, prefix, seed):
-    bucket = Bucket((prefix >> (20 - depth)) << (ID_BITS - depth), depth)
+    bucket = KBucket((prefix >> (20 - depth)) << (ID_BITS - depth), depth)
     assert bucket.low <= bucket.random_number(random.Random(seed)) < bucket.high

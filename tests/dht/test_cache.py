@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from shoal.dht.cache import Cache
 from shoal.dht.records import PLAIN, Slot, Verdict
 from shoal.dht.settings import DHTSettings
+from shoal.dht.storage import Cache
 
 KEY, OTHER = b"k" * 20, b"o" * 20
 ALICE = b"a" * 32

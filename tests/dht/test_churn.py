@@ -10,8 +10,8 @@ import pytest
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import VirtualLoop, run_virtual
-from shoal.dht.contacts import ContactBook
 from shoal.dht.records import Entry
+from shoal.dht.wire import ContactBook
 from shoal.transport import MemoryNetwork
 from shoal.transport.network.memory import MemoryHost
 

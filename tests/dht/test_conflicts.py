@@ -3,10 +3,20 @@
 import pytest
 
 from shoal.core import PeerId
-from shoal.dht.conflicts import displaced, is_reserved, judge, latest_s, merge, place, slots_of
-from shoal.dht.ownership import reserved
-from shoal.dht.records import PLAIN, Slot, Verdict
-from shoal.dht.subkeys import encode_subkey
+from shoal.dht.records import (
+    PLAIN,
+    Slot,
+    Verdict,
+    displaced,
+    encode_subkey,
+    is_reserved,
+    judge,
+    merge,
+    place,
+    reserved,
+    slots_of,
+    value_of,
+)
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -127,8 +137,7 @@ def test_a_value_of_the_other_kind_takes_the_whole_place():
 
 
 def test_a_dictionary_expires_with_its_latest_subkey():
-    assert latest_s(DICTIONARY) == 20.0
-    assert latest_s([]) == 0.0
+    assert value_of(DICTIONARY, 0.0).expires_at_s == 20.0
 
 
 class TestMerging:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.core import Address, Peer, PeerId, PeerUnreachable, UsageError
-from shoal.dht.contacts import Contact, ContactBook, number_of, pack, resolved
+from shoal.dht.wire import Contact, ContactBook, number_of, pack, resolved
 from shoal.transport.network.memory import MemoryNetwork
 from shoal.transport.network.sockets import SocketNetwork
 

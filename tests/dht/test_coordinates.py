@@ -2,9 +2,8 @@ import random
 
 import pytest
 
-from shoal.dht.coordinates import BEFORE_ALL, PAGE_BYTES, coordinates_of, pack_page, unpack_page
-from shoal.dht.records import PLAIN, Slot
-from shoal.dht.subkeys import encode_subkey
+from shoal.dht.records import PLAIN, Slot, encode_subkey
+from shoal.dht.wire import BEFORE_ALL, PAGE_BYTES, coordinates_of, pack_page, unpack_page
 
 
 def slot(subkey):
@@ -47,12 +46,12 @@ def test_a_grid_takes_a_byte_each():
 @pytest.mark.parametrize(
     "coordinates", [[], [-1], [0], [-1, 0, 1], [2**64 - 1], [-1, 2**64 - 1], [126, 127, 255]]
 )
-def test_ends_of_the_range_come_back(coordinates):
+def test_ends_of_the_range_due_for_retry(coordinates):
     assert paged(coordinates) == (coordinates, 1)
 
 
 @pytest.mark.parametrize("max_bytes", [10, 11, 64, PAGE_BYTES])
-def test_random_ones_come_back_page_by_page(max_bytes):
+def test_random_ones_due_for_retry_page_by_page(max_bytes):
     chance = random.Random(max_bytes)
     for _ in range(20):
         largest = 1 << chance.randrange(1, 64)

@@ -124,14 +124,14 @@ def test_a_start_that_does_not_answer_is_told_beside_the_others():
 def test_a_start_that_dies_after_its_first_answer_is_unreachable(monkeypatch):
     async def work(swarm, dht):
         await swarm.start_many(1)
-        meet = crawl_module.ping
+        meet = crawl_module.first_ping
 
         async def ping_and_kill(dht, peer):
             answered = await meet(dht, peer)
             await swarm.kill("p0")
             return answered
 
-        monkeypatch.setattr(crawl_module, "ping", ping_and_kill)
+        monkeypatch.setattr(crawl_module, "first_ping", ping_and_kill)
         with pytest.raises(PeerUnreachable, match=r"p0:1024\) answers no more") as error:
             await crawl(dht, at("p0"))
         assert "before its deadline" in error.value.cause

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.core import Address, Peer, PeerId
 from shoal.core.identity import Identity, new_secret
-from shoal.dht.known_peers import MAX_PEERS, KnownPeers, swarm_tag
+from shoal.dht.join import MAX_PEERS, KnownPeers, swarm_tag
 from shoal.transport import Membership, SwarmSecret
 
 

@@ -16,14 +16,13 @@ import itertools
 
 import pytest
 
+from dht.signing import sign
 from dht.worlds import in_world, liars_among, send_slots
 from shoal.core import Deadline, Key, PeerBusy, fanout
-from shoal.dht.messages import FIND, STORE, Find, Store, Want
-from shoal.dht.names import key_of
-from shoal.dht.ownership import OwnSubkey, reserved, reserved_key, sign
-from shoal.dht.records import PLAIN, Entry, Item, Slot, Verdict
-from shoal.dht.schemas import Schema
-from shoal.dht.values import encode_value
+from shoal.dht.records import PLAIN, Entry, OwnSubkey, Slot, Verdict, encode_value, key_of, reserved
+from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.wire import FIND, STORE, Find, Item, Store, Want
+from shoal.transport import SwarmSecret
 
 NUM_HONEST, NUM_LIARS = 42, 18
 LABELS = ("one",)
@@ -80,7 +79,8 @@ async def squat(liar, peers):
     return [(await send_slots(liar, peer, "group", lie))[0] for peer in peers]
 
 
-def test_honest_owned_records_are_found():
+@pytest.mark.parametrize("secret", [None, SwarmSecret(bytes(range(32)))], ids=["open", "secret"])
+def test_honest_owned_records_are_found(secret):
     async def work(swarm):
         peers = await honest_peers(swarm, 0, NUM_HONEST)
         async with liars_among(swarm, NUM_LIARS, label="s0") as liars:
@@ -101,7 +101,7 @@ def test_honest_owned_records_are_found():
                 assert (found.value, found.owner) == (at, peers[at].peer_id)
         assert min(liar.num_asked for liar in liars) > 0
 
-    in_world(work)
+    in_world(work, secret=secret)
 
 
 @pytest.mark.slow

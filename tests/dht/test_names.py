@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.core import Key, UsageError
-from shoal.dht.names import TAG_BYTES, key_of, namespace_of, tag_of
+from shoal.dht.records import NAMESPACE_BYTES, key_of, namespace_of, namespace_tag
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from shoal.dht.names import TAG_BYTES, key_of, namespace_of, tag_of
 )
 def test_a_key_ends_in_the_tag_of_its_namespace(name, namespace):
     assert namespace_of(name) == namespace
-    assert key_of(name).digest.endswith(tag_of(namespace))
+    assert key_of(name).digest.endswith(namespace_tag(namespace))
 
 
 def test_tags_of_namespaces_differ():
     names = ["ffn", "ffn2", "presence", "", "FFN"]
-    assert len({tag_of(name) for name in names}) == len(names)
-    assert all(len(tag_of(name)) == TAG_BYTES for name in names)
+    assert len({namespace_tag(name) for name in names}) == len(names)
+    assert all(len(namespace_tag(name)) == NAMESPACE_BYTES for name in names)
 
 
 def test_names_that_look_alike_have_keys_of_their_own():

@@ -1,5 +1,5 @@
 from shoal.core import Address, PeerRefused, PeerUnreachable
-from shoal.dht.no_dht import explained
+from shoal.dht.join import explained
 
 AT = Address("10.0.0.7", 31337)
 

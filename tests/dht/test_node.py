@@ -10,13 +10,11 @@ import pytest
 from dht.worlds import client_of, identity_of, in_world, keep_at, opened
 from shoal.core import Deadline, DeadlineExceeded, Key, PeerBusy, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret
-from shoal.dht.contacts import number_of
-from shoal.dht.names import key_of
 from shoal.dht.node import DHT
-from shoal.dht.ownership import owner_id, reserved, reserved_key
-from shoal.dht.records import Entry, Stored, Value, Verdict
-from shoal.dht.schemas import Schema
+from shoal.dht.records import Entry, Stored, Value, Verdict, key_of, owner_id, reserved
 from shoal.dht.settings import DHTSettings
+from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.wire import number_of
 from shoal.transport import Endpoint, Membership, Profile, SwarmSecret
 from shoal.transport.network.conditions import Conditions
 
@@ -204,7 +202,7 @@ def test_where_replicas_disagree_what_expires_later_wins(plain_s, is_plain):
 
 
 @pytest.mark.parametrize("size_bytes", [1_500, 50_000, 500_000, 999_000])
-def test_large_values_come_back_whole(size_bytes):
+def test_large_values_due_for_retry_whole(size_bytes):
     async def work(swarm, *peers):
         value = random.Random(0).randbytes(size_bytes)
         assert (await peers[1].store("large", value, peers[1].in_s(60))).num_stored >= 5
@@ -366,16 +364,16 @@ def test_gets_meet_dead_peers_and_take_less_than_a_second():
 def test_who_comes_back_is_asked_again():
     async def work(swarm, *peers):
         asker = peers[0]
-        contact = asker.book.of(peers[4].peer)
+        contact = asker.protocol.book.of(peers[4].peer)
         await swarm.kill("p4")
         await asker.find_nearest(peers[4].peer_id)
         await asyncio.sleep(4)
-        assert asker.is_set_aside(contact)
+        assert asker.protocol.is_backed_off(contact)
         assert contact not in asker.table
         await swarm.start("p4", join=["p1"])
         await asyncio.sleep(60)
         assert contact in asker.table
-        assert not asker.is_set_aside(contact)
+        assert not asker.protocol.is_backed_off(contact)
         assert (await asker.find_nearest(peers[4].peer_id))[0] == contact
 
     in_world(work, 8)
@@ -391,10 +389,11 @@ def test_who_is_busy_is_left_alone_and_others_are_asked():
         nearest = swarm.nearest("name")
         reader = swarm.peers[nearest[12]]
         for host in nearest[:3]:
-            swarm.peers[host].holdings.rates.take_messages = be_busy
+            swarm.peers[host].protocol.limits.take_messages = be_busy
         assert (await reader.get("name")).value == 1
         assert loop_s() < 1.0
-        assert not any(reader.is_set_aside(reader.book.of(swarm.peers[host].peer)) for host in nearest[:3])
+        busy = [reader.protocol.book.of(swarm.peers[host].peer) for host in nearest[:3]]
+        assert not any(map(reader.protocol.is_backed_off, busy))
 
     in_world(work, 20)
 
@@ -558,7 +557,7 @@ def test_those_set_aside_are_asked_before_a_key_counts_as_missing():
         assert (await peers[0].store("name", 1, peers[0].in_s(60))).num_stored >= 5
         reader = swarm.peers[swarm.nearest("name")[-1]]
         for host in swarm.holders("name"):
-            reader.table.on_failed(reader.book.of(swarm.peers[host].peer), loop_s())
+            reader.table.on_failed(reader.protocol.book.of(swarm.peers[host].peer), loop_s())
         assert (await reader.get("name")).value == 1
         began_s = loop_s()
         assert await reader.get("other") is None

@@ -3,24 +3,23 @@ import random
 import msgspec
 import pytest
 
+from dht.signing import sign
 from shoal.core import Key, PeerId
 from shoal.core.identity import Identity
-from shoal.dht import ownership
-from shoal.dht.names import key_of
-from shoal.dht.ownership import (
-    SIGNATURE_BYTES,
-    Ownership,
+from shoal.dht import validation
+from shoal.dht.records import (
+    PLAIN,
+    Slot,
+    Verdict,
+    decode_subkey,
+    encode_subkey,
+    encode_value,
     holder_of,
+    key_of,
     owner_id,
     reserved,
-    reserved_key,
-    sign,
-    sign_many,
 )
-from shoal.dht.records import PLAIN, Slot, Verdict
-from shoal.dht.subkeys import decode_subkey, encode_subkey
-from shoal.dht.trees import HASH_BYTES, MAX_LEAVES
-from shoal.dht.values import encode_value
+from shoal.dht.validation import HASH_BYTES, MAX_LEAVES, SIGNATURE_BYTES, Ownership, reserved_key, sign_many
 
 ALICE, MALLORY = Identity.from_seed(b"a" * 32), Identity.from_seed(b"m" * 32)
 KEY = key_of("ffn.3.14").digest
@@ -185,13 +184,13 @@ def test_names_as_text_are_never_reserved():
 @pytest.fixture
 def verified(monkeypatch):
     calls = []
-    really = ownership._is_signed
+    really = validation._is_signed
 
     def count(owner, signature, message):
         calls.append(signature)
         return really(owner, signature, message)
 
-    monkeypatch.setattr(ownership, "_is_signed", count)
+    monkeypatch.setattr(validation, "_is_signed", count)
     return calls
 
 

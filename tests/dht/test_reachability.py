@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from dht.memory_swarm import in_swarm
-from shoal.dht import reachability
+from shoal.dht import join
 from shoal.transport import Reply
 from shoal.transport.introductions import DIAL_BACK
 
@@ -40,7 +40,7 @@ def in_real_swarm(monkeypatch, num_others, work, **settings):
         answers = Answers(dht.endpoint.datagrams, {})
         monkeypatch.setattr(dht.endpoint.network, "is_simulated", False, raising=False)
         monkeypatch.setattr(dht.endpoint, "datagrams", answers)
-        await work(dht, answers, [dht.book.of(peer.peer) for peer in peers])
+        await work(dht, answers, [dht.protocol.book.of(peer.peer) for peer in peers])
 
     in_swarm(num_others, prepare)
 
@@ -70,7 +70,7 @@ def test_who_cannot_be_called_back_is_a_client(monkeypatch, caplog, outcomes, nu
         await dht.joining.reachability.check(contacts)
         assert answers.asked == list(answers.outcomes)[:num_asked]
         assert dht.is_client is is_client
-        assert (dht.asking.port == 0) is is_client
+        assert (dht.protocol.port == 0) is is_client
 
     caplog.set_level(logging.WARNING)
     in_real_swarm(monkeypatch, len(outcomes), check)
@@ -88,7 +88,7 @@ def test_who_can_be_called_again_serves_again(monkeypatch, caplog):
         answers.outcomes["p0"] = "ok"
         await dht.rejoin()
         assert not dht.is_client
-        assert dht.asking.port == dht.peer.address.port
+        assert dht.protocol.port == dht.peer.address.port
 
     caplog.set_level(logging.WARNING)
     in_real_swarm(monkeypatch, 2, check)
@@ -141,6 +141,6 @@ def test_nobody_is_asked_where_that_is_not_wanted(monkeypatch):
 
 def test_it_is_really_dialed_back():
     async def check(swarm, first, second):
-        assert await reachability._is_dialed_back(second, second.book.of(first.peer)) is True
+        assert await join._is_dialed_back(second.protocol, second.protocol.book.of(first.peer)) is True
 
     in_swarm(2, check)

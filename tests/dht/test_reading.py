@@ -1,12 +1,8 @@
 import pytest
 
+from dht.signing import sign
 from shoal.core.identity import Identity
-from shoal.dht.names import key_of
-from shoal.dht.ownership import sign
-from shoal.dht.reading import value_of
-from shoal.dht.records import PLAIN, Slot, Value
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
+from shoal.dht.records import PLAIN, Slot, Value, encode_subkey, encode_value, key_of, value_of
 
 NOW_S = 1000.0
 

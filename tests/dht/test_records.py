@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from shoal.dht.records import PLAIN, Entry, Item, Slot, Stored, Value, Verdict
+from shoal.dht.records import PLAIN, Entry, Slot, Stored, Value, Verdict
+from shoal.dht.wire import Item
 
 
 def test_items_travel():

@@ -6,12 +6,9 @@ import pytest
 
 from shoal.core import LimitExceeded, UsageError
 from shoal.core.identity import Identity
-from shoal.dht import schemas as module
-from shoal.dht.names import key_of
-from shoal.dht.ownership import OwnSubkey, reserved
-from shoal.dht.records import PLAIN, Slot, Verdict
-from shoal.dht.schemas import Schema, Schemas
-from shoal.dht.values import encode_value
+from shoal.dht import validation as module
+from shoal.dht.records import PLAIN, OwnSubkey, Slot, Verdict, encode_value, key_of, reserved
+from shoal.dht.validation import Schema, Schemas
 
 NOTHING = object()
 

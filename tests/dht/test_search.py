@@ -8,11 +8,19 @@ import pytest
 
 from dht.made_contacts import by_distance, made_contact
 from shoal.core import Deadline, PeerUnreachable, run_virtual
-from shoal.dht.coordinates import pack_page
-from shoal.dht.messages import ANYWHERE, MAX_CONTACTS, MAX_WANTS, REACH_SHIFT, Finding, Found, Kind, State
 from shoal.dht.records import PLAIN, Slot
-from shoal.dht.search import Search
-from shoal.dht.tracks import Track
+from shoal.dht.search import Lookup, Search
+from shoal.dht.wire import (
+    ANYWHERE,
+    MAX_CONTACTS,
+    MAX_WANTS,
+    REACH_SHIFT,
+    Finding,
+    Found,
+    Kind,
+    State,
+    pack_page,
+)
 
 SLOW_S = 0.2
 DEAD_S = 3.0
@@ -41,8 +49,8 @@ class Peers:
         self.delays_s = {}
         self.asked = []
         """Who was asked when, for what."""
-        self.set_aside = []
-        self.doubted = []
+        self.backed_off = []
+        self.checked = []
         self.num_witnesses = 0
         self.rest = []
 
@@ -81,32 +89,32 @@ class Peers:
         return [slot for slot in slots if slot.value != b"a lie"]
 
     def read_contacts(self, packed, teller):
-        return [None if contact in self.set_aside else contact for contact in packed]
+        return [None if contact in self.backed_off else contact for contact in packed]
 
-    def is_set_aside(self, contact):
-        return contact in self.set_aside
+    def is_backed_off(self, contact):
+        return contact in self.backed_off
 
-    def witnesses(self):
+    def witnesses(self, number):
         self.num_witnesses += 1
         return self.rest
 
-    def doubt(self, contact):
-        self.doubted.append(contact)
+    def check_soon(self, contact):
+        self.checked.append(contact)
 
     def slow_s(self):
         return SLOW_S
 
     # --- what a test asks ---
 
-    def search(self, *tracks, seeds=None, parallel=3, timeout_s=30.0):
-        """Run tracks that begin with these peers; how long it took."""
+    def search(self, *lookups, seeds=None, parallel=3, timeout_s=30.0):
+        """Run lookups that begin with these peers; how long it took."""
 
         async def main():
             loop = asyncio.get_running_loop()
-            for track in tracks:
-                begin = by_distance(self.contacts if seeds is None else seeds, track.number)
-                track.begin(begin[: max(8, track.width + 5)])
-            await Search(self, tracks, parallel).run(Deadline.after(timeout_s))
+            for lookup in lookups:
+                begin = by_distance(self.contacts if seeds is None else seeds, lookup.number)
+                lookup.begin(begin[: max(8, lookup.width + 5)])
+            await Search(self, parallel).run(lookups, Deadline.after(timeout_s))
             return loop.time()
 
         return run_virtual(main())
@@ -115,12 +123,12 @@ class Peers:
         return sum(other == contact for _, other, _ in self.asked)
 
 
-def values_of(track):
-    return [slot.value.decode() for _, slots in track.replicas for slot in slots]
+def values_of(lookup):
+    return [slot.value.decode() for _, slots in lookup.replicas for slot in slots]
 
 
-def near_of(track, limit):
-    return [contact for _, contact in track.near[:limit]]
+def near_of(lookup, limit):
+    return [contact for _, contact in lookup.near[:limit]]
 
 
 # --- whom it asks ---
@@ -132,27 +140,27 @@ def test_it_goes_from_peer_to_peer_to_the_nearest():
     peers = Peers(line)
     peers.told = {teller: [nearer] for teller, nearer in itertools.pairwise(line)}
     peers.told[line[-1]] = []
-    track = Track(KEY, Kind.PEERS, 3)
-    peers.search(track, seeds=line[:1])
-    assert near_of(track, 3) == line[:-4:-1]
-    assert track.hops == len(line)
+    lookup = Lookup(KEY, Kind.PEERS, 3)
+    peers.search(lookup, seeds=line[:1])
+    assert near_of(lookup, 3) == line[:-4:-1]
+    assert lookup.hops == len(line)
     assert [contact for _, contact, _ in peers.asked] == line
 
 
 def test_it_ends_when_enough_of_the_nearest_have_answered():
     peers = Peers(contacts_at(*range(1, 41)))
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track)
-    assert track.is_done
-    assert not track.replicas
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
+    assert lookup.is_done
+    assert not lookup.replicas
     assert {contact for _, contact, _ in peers.asked} == set(peers.contacts[:8])
 
 
 def test_it_asks_several_at_once_but_never_more():
     peers = Peers(contacts_at(*range(1, 41)))
-    track = Track(KEY, Kind.VALUE, 8)
-    track.first_parallel = 3
-    peers.search(track, parallel=3)
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup.first_parallel = 3
+    peers.search(lookup, parallel=3)
     times = [time_s for time_s, _, _ in peers.asked]
     assert max(times.count(time_s) for time_s in times) == 3
     assert times.count(0.0) == 3
@@ -162,46 +170,46 @@ def test_the_first_value_ends_it():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.hold(peers.contacts[2], "third")
     peers.hold(peers.contacts[5], "sixth")
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track, parallel=1)
-    assert values_of(track) == ["third"]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup, parallel=1)
+    assert values_of(lookup) == ["third"]
     assert len(peers.asked) == 3
-    assert track.passed_by() == peers.contacts[:2]
+    assert lookup.passed_by() == peers.contacts[:2]
 
 
 def test_the_latest_is_looked_for_at_all_that_count():
     peers = Peers(contacts_at(*range(1, 41)))
     for at in (1, 4, 6, 20):
         peers.hold(peers.contacts[at], f"value {at}")
-    track = Track(KEY, Kind.LATEST, 8)
-    peers.search(track)
-    assert sorted(values_of(track)) == ["value 1", "value 4", "value 6"]
+    lookup = Lookup(KEY, Kind.LATEST, 8)
+    peers.search(lookup)
+    assert sorted(values_of(lookup)) == ["value 1", "value 4", "value 6"]
 
 
 def test_what_is_not_believed_is_no_value():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.hold(peers.contacts[0], "a lie")
     peers.hold(peers.contacts[3], "true")
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track)
-    assert values_of(track) == ["true"]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
+    assert values_of(lookup) == ["true"]
 
 
 def test_nobody_is_told_of_whom_it_has_no_use_for():
     peers = Peers(contacts_at(*range(1, 41)))
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track)
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
     reaches = [want.reach for _, _, wants in peers.asked for want in wants]
-    tenth = (peers.contacts[9].number ^ track.number) >> REACH_SHIFT
+    tenth = (peers.contacts[9].number ^ lookup.number) >> REACH_SHIFT
     assert all(tenth < reach <= ANYWHERE for reach in reaches)
     assert reaches[-1] == tenth + 1
 
 
 def test_nothing_to_begin_with_ends_at_once():
     peers = Peers([])
-    track = Track(KEY, Kind.VALUE, 8)
-    assert peers.search(track) == 0.0
-    assert track.is_done
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    assert peers.search(lookup) == 0.0
+    assert lookup.is_done
 
 
 # --- peers that do not answer ---
@@ -211,27 +219,27 @@ def test_a_slow_peer_is_not_waited_for():
     peers = Peers(contacts_at(*range(1, 21)))
     peers.dead = peers.contacts[:2]
     peers.hold(peers.contacts[4], "here")
-    track = Track(KEY, Kind.VALUE, 8)
-    assert peers.search(track) < 3 * SLOW_S
-    assert values_of(track) == ["here"]
-    assert peers.doubted == peers.dead
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    assert peers.search(lookup) < 3 * SLOW_S
+    assert values_of(lookup) == ["here"]
+    assert peers.checked == peers.dead
 
 
 def test_a_slow_peers_answer_counts_when_it_comes():
     peers = Peers(contacts_at(1, 2, 3))
     peers.delays_s[peers.contacts[0]] = 1.5
     peers.hold(peers.contacts[0], "late")
-    track = Track(KEY, Kind.VALUE, 3)
-    assert peers.search(track) == pytest.approx(1.5)
-    assert values_of(track) == ["late"]
+    lookup = Lookup(KEY, Kind.VALUE, 3)
+    assert peers.search(lookup) == pytest.approx(1.5)
+    assert values_of(lookup) == ["late"]
 
 
 def test_enough_that_answer_are_enough_though_some_are_slow():
     peers = Peers(contacts_at(*range(1, 21)))
     peers.dead = peers.contacts[1:4]
-    track = Track(KEY, Kind.PEERS, 8)
-    assert peers.search(track) < DEAD_S
-    assert [contact for contact in near_of(track, 11) if not track.is_slow(contact)] == [
+    lookup = Lookup(KEY, Kind.PEERS, 8)
+    assert peers.search(lookup) < DEAD_S
+    assert [contact for contact in near_of(lookup, 11) if not lookup.is_slow(contact)] == [
         peers.contacts[0],
         *peers.contacts[4:11],
     ]
@@ -240,27 +248,27 @@ def test_enough_that_answer_are_enough_though_some_are_slow():
 def test_those_that_fail_are_gone_and_others_take_their_places():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.dead = peers.contacts[:3]
-    track = Track(KEY, Kind.PEERS, 8)
-    assert DEAD_S <= peers.search(track) < DEAD_S + 3 * SLOW_S
-    assert near_of(track, 8) == peers.contacts[3:]
+    lookup = Lookup(KEY, Kind.PEERS, 8)
+    assert DEAD_S <= peers.search(lookup) < DEAD_S + 3 * SLOW_S
+    assert near_of(lookup, 8) == peers.contacts[3:]
     assert all(peers.num_asked(contact) == 1 for contact in peers.contacts)
 
 
-def test_who_is_set_aside_is_not_asked():
+def test_who_is_backed_off_is_not_asked():
     peers = Peers(contacts_at(*range(1, 9)))
-    peers.set_aside = peers.contacts[:4]
-    track = Track(KEY, Kind.PEERS, 8)
-    peers.search(track)
-    assert near_of(track, 8) == peers.contacts[4:]
-    assert not any(peers.num_asked(contact) for contact in peers.set_aside)
+    peers.backed_off = peers.contacts[:4]
+    lookup = Lookup(KEY, Kind.PEERS, 8)
+    peers.search(lookup)
+    assert near_of(lookup, 8) == peers.contacts[4:]
+    assert not any(peers.num_asked(contact) for contact in peers.backed_off)
 
 
 def test_it_ends_with_its_time():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.dead = peers.contacts
-    track = Track(KEY, Kind.VALUE, 8)
-    assert peers.search(track, timeout_s=1.0) == pytest.approx(1.0)
-    assert not track.is_done
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    assert peers.search(lookup, timeout_s=1.0) == pytest.approx(1.0)
+    assert not lookup.is_done
 
 
 # --- peers that lie ---
@@ -273,9 +281,9 @@ def test_who_was_asked_for_peers_nearer_than_invented_ones_is_asked_again():
     peers.told = {liars[0]: invented[:8], liars[1]: invented[8:]}
     peers.dead = invented
     peers.hold(holder, "here")
-    track = Track(KEY, Kind.VALUE, 8)
-    took_s = peers.search(track, seeds=[*liars, *honest], parallel=1)
-    assert values_of(track) == ["here"]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    took_s = peers.search(lookup, seeds=[*liars, *honest], parallel=1)
+    assert values_of(lookup) == ["here"]
     assert took_s < 30.0
 
 
@@ -287,10 +295,10 @@ def test_many_liars_cannot_push_honest_peers_out():
         peers.told[liar] = contacts_at(*range(1 + 20 * index, 9 + 20 * index))
         peers.dead += peers.told[liar]
     peers.hold(honest[1], "here")
-    track = Track(KEY, Kind.VALUE, 8)
-    track.first_parallel = 6
-    peers.search(track, parallel=6)
-    assert values_of(track) == ["here"]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup.first_parallel = 6
+    peers.search(lookup, parallel=6)
+    assert values_of(lookup) == ["here"]
 
 
 def test_one_answer_names_no_more_peers_than_an_honest_one():
@@ -304,9 +312,9 @@ def test_one_answer_names_no_more_peers_than_an_honest_one():
         return Found(many if contact == liar else [], [Finding(State.NOTHING, near) for _ in wants])
 
     peers.call_find = call_find
-    track = Track(KEY, Kind.PEERS, 3)
-    peers.search(track)
-    assert len(track.near) == 2 + MAX_CONTACTS
+    lookup = Lookup(KEY, Kind.PEERS, 3)
+    peers.search(lookup)
+    assert len(lookup.near) == 2 + MAX_CONTACTS
 
 
 def test_indexes_beyond_the_list_name_nobody():
@@ -316,21 +324,21 @@ def test_indexes_beyond_the_list_name_nobody():
         return Found(peers.contacts[:1], [Finding(77, bytes((0, 1, 200, 255))) for _ in wants])
 
     peers.call_find = call_find
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track)
-    assert track.is_done
-    assert near_of(track, 8) == peers.contacts
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
+    assert lookup.is_done
+    assert near_of(lookup, 8) == peers.contacts
 
 
 def test_a_peer_named_with_a_wrong_address_does_not_stand_for_itself():
     right, wrong = made_contact(3, "10.0.0.1"), made_contact(3, "10.6.6.6")
     for contacts in ([right, wrong], [wrong, right]):
-        track = Track(KEY, Kind.PEERS, 8)
-        track.begin(contacts)
+        lookup = Lookup(KEY, Kind.PEERS, 8)
+        lookup.begin(contacts)
         for contact in contacts:
-            track.on_asked(contact)
-        track.on_failed(wrong)
-        assert near_of(track, 8) == [right]
+            lookup.on_asked(contact)
+        lookup.on_failed(wrong)
+        assert near_of(lookup, 8) == [right]
 
 
 def test_others_are_asked_before_it_ends_with_nothing_where_somebody_may_have_lied():
@@ -342,16 +350,39 @@ def test_others_are_asked_before_it_ends_with_nothing_where_somebody_may_have_li
     peers.dead = invented
     peers.rest = [witness]
     peers.hold(holder, "here")
-    track = Track(KEY, Kind.VALUE, 8)
-    peers.search(track, seeds=liars)
-    assert values_of(track) == ["here"]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup, seeds=liars)
+    assert values_of(lookup) == ["here"]
     assert peers.num_witnesses == 1
+
+
+def test_others_are_asked_until_somebody_answers():
+    """All whom it begins with are gone, and so are the next whom the table names."""
+    gone, there = contacts_at(*range(1, 31)), contacts_at(40, 41)
+    peers = Peers([*gone, *there])
+    peers.dead = gone
+    peers.hold(there[0], "here")
+    left = iter([gone[10:15], gone[15:20], there])
+    peers.witnesses = lambda number: next(left)
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    assert peers.search(lookup, seeds=gone[:10]) < 4 * DEAD_S
+    assert values_of(lookup) == ["here"]
+
+
+def test_it_ends_where_nobody_is_left():
+    peers = Peers(contacts_at(*range(1, 9)))
+    peers.dead = peers.contacts
+    peers.rest = peers.contacts[:2]
+    lookup = Lookup(KEY, Kind.VALUE, 8)
+    peers.search(lookup)
+    assert lookup.is_done
+    assert not lookup.answered()
 
 
 def test_nobody_else_is_asked_where_all_answer():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.rest = peers.contacts[-1:]
-    peers.search(Track(KEY, Kind.VALUE, 8))
+    peers.search(Lookup(KEY, Kind.VALUE, 8))
     assert peers.num_witnesses == 0
 
 
@@ -365,12 +396,12 @@ def drawn_keys(num):
 
 def test_keys_that_go_to_the_same_peer_share_its_requests():
     peers = Peers(contacts_at(1, 2, 3))
-    tracks = [Track(key, Kind.VALUE, 3) for key in drawn_keys(100)]
-    for track in tracks:
+    lookups = [Lookup(key, Kind.VALUE, 3) for key in drawn_keys(100)]
+    for lookup in lookups:
         for contact in peers.contacts:
-            peers.hold(contact, track.key.hex(), track.key)
-    peers.search(*tracks, parallel=1)
-    assert [values_of(track) for track in tracks] == [[track.key.hex()] for track in tracks]
+            peers.hold(contact, lookup.key.hex(), lookup.key)
+    peers.search(*lookups, parallel=1)
+    assert [values_of(lookup) for lookup in lookups] == [[lookup.key.hex()] for lookup in lookups]
     assert sum(len(wants) for _, _, wants in peers.asked) == 100
     assert max(len(wants) for _, _, wants in peers.asked) <= MAX_WANTS
     assert len(peers.asked) <= 3 + 100 // MAX_WANTS
@@ -384,25 +415,27 @@ def test_a_batch_finds_what_each_key_alone_finds():
     for index, key in enumerate(keys[:60]):
         for contact in by_distance(contacts, int.from_bytes(key))[:5]:
             peers.hold(contact, str(index), key)
-    together = [Track(key, Kind.LATEST, 8) for key in keys]
+    together = [Lookup(key, Kind.LATEST, 8) for key in keys]
     peers.search(*together)
-    for index, track in enumerate(together):
-        alone = Track(track.key, Kind.LATEST, 8)
+    for index, lookup in enumerate(together):
+        alone = Lookup(lookup.key, Kind.LATEST, 8)
         peers.search(alone)
-        assert sorted(values_of(track)) == sorted(values_of(alone)) == [str(index)] * (5 if index < 60 else 0)
-        assert near_of(track, 8) == by_distance(contacts, track.number)[:8]
+        assert (
+            sorted(values_of(lookup)) == sorted(values_of(alone)) == [str(index)] * (5 if index < 60 else 0)
+        )
+        assert near_of(lookup, 8) == by_distance(contacts, lookup.number)[:8]
 
 
 def test_one_dead_peer_does_not_hold_up_a_batch():
     contacts = [made_contact(random.Random(2).getrandbits(160) ^ at << 150) for at in range(40)]
     peers = Peers(contacts)
     peers.dead = contacts[::5]
-    tracks = [Track(key, Kind.VALUE, 8) for key in drawn_keys(50)]
-    for track in tracks:
-        live = [contact for contact in by_distance(contacts, track.number) if contact not in peers.dead]
-        peers.hold(live[2], "here", track.key)
-    assert peers.search(*tracks) < 1.0
-    assert all(values_of(track) == ["here"] for track in tracks)
+    lookups = [Lookup(key, Kind.VALUE, 8) for key in drawn_keys(50)]
+    for lookup in lookups:
+        live = [contact for contact in by_distance(contacts, lookup.number) if contact not in peers.dead]
+        peers.hold(live[2], "here", lookup.key)
+    assert peers.search(*lookups) < 1.0
+    assert all(values_of(lookup) == ["here"] for lookup in lookups)
 
 
 def test_what_is_too_large_is_asked_for_alone():
@@ -421,9 +454,9 @@ def test_what_is_too_large_is_asked_for_alone():
     for key in keys:
         peers.hold(contact, "small", key)
     peers.held[contact, large] = answer
-    tracks = [Track(key, Kind.VALUE, 1) for key in keys]
-    peers.search(*tracks)
-    assert [values_of(track) for track in tracks] == [
+    lookups = [Lookup(key, Kind.VALUE, 1) for key in keys]
+    peers.search(*lookups)
+    assert [values_of(lookup) for lookup in lookups] == [
         ["large"] if key == large else ["small"] for key in keys
     ]
     assert requests == [10, 1]
@@ -434,9 +467,9 @@ def test_who_always_says_too_large_is_asked_twice():
     liar, holder = peers.contacts
     peers.held[liar, KEY] = Finding(State.TOO_LARGE, b"")
     peers.hold(holder, "here")
-    track = Track(KEY, Kind.VALUE, 2)
-    peers.search(track, parallel=1)
-    assert values_of(track) == ["here"]
+    lookup = Lookup(KEY, Kind.VALUE, 2)
+    peers.search(lookup, parallel=1)
+    assert values_of(lookup) == ["here"]
     assert peers.num_asked(liar) == 2
 
 
@@ -451,10 +484,10 @@ def absent(peers, *contacts):
 def test_markers_at_the_three_nearest_end_it():
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:3])
-    track = Track(KEY, Kind.COORDINATES, 8)
-    peers.search(track, parallel=1)
-    assert track.is_done
-    assert track.has_marker
+    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    peers.search(lookup, parallel=1)
+    assert lookup.is_done
+    assert lookup.has_marker
     assert len(peers.asked) == 3
 
 
@@ -464,10 +497,10 @@ def test_one_of_them_that_was_told_of_something_overrides_the_others(at):
     absent(peers, *peers.contacts[:3])
     page, has_more = pack_page([7], -2)
     peers.held[peers.contacts[at], KEY] = Finding(State.HERE, b"", [], page, has_more)
-    track = Track(KEY, Kind.COORDINATES, 8)
-    peers.search(track)
-    assert track.coordinates == [7]
-    assert not track.has_marker
+    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    peers.search(lookup)
+    assert lookup.coordinates == [7]
+    assert not lookup.has_marker
 
 
 def test_markers_elsewhere_hide_nothing():
@@ -476,9 +509,9 @@ def test_markers_elsewhere_hide_nothing():
     absent(peers, *peers.contacts[:2], *peers.contacts[3:])
     page, has_more = pack_page([7], -2)
     peers.held[peers.contacts[2], KEY] = Finding(State.HERE, b"", [], page, has_more)
-    track = Track(KEY, Kind.COORDINATES, 8)
-    peers.search(track, seeds=peers.contacts[5:])
-    assert track.coordinates == [7]
+    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    peers.search(lookup, seeds=peers.contacts[5:])
+    assert lookup.coordinates == [7]
 
 
 def test_no_marker_hides_a_value():
@@ -486,9 +519,9 @@ def test_no_marker_hides_a_value():
     absent(peers, *peers.contacts[:7])
     peers.hold(peers.contacts[7], "here")
     for kind in (Kind.VALUE, Kind.LATEST):
-        track = Track(KEY, kind, 8)
-        peers.search(track)
-        assert values_of(track) == ["here"]
+        lookup = Lookup(KEY, kind, 8)
+        peers.search(lookup)
+        assert values_of(lookup) == ["here"]
 
 
 # --- pages of coordinates ---
@@ -511,9 +544,9 @@ def test_pages_are_read_to_the_end():
     coordinates = list(range(0, 5_000_000, 1000))
     peers = Peers(contacts_at(1, 2, 3, 4))
     peers.held[peers.contacts[1], KEY] = pages_of(coordinates)
-    track = Track(KEY, Kind.COORDINATES, 4)
-    peers.search(track, parallel=1)
-    assert track.coordinates == coordinates
+    lookup = Lookup(KEY, Kind.COORDINATES, 4)
+    peers.search(lookup, parallel=1)
+    assert lookup.coordinates == coordinates
     assert peers.num_asked(peers.contacts[1]) == 13
 
 
@@ -522,9 +555,9 @@ def test_who_dies_between_pages_is_replaced_by_another():
     peers = Peers(contacts_at(1, 2, 3, 4))
     peers.held[peers.contacts[0], KEY] = pages_of(coordinates[::2], num_served=1)
     peers.held[peers.contacts[2], KEY] = pages_of(coordinates)
-    track = Track(KEY, Kind.COORDINATES, 4)
-    peers.search(track, parallel=1)
-    assert track.coordinates == coordinates
+    lookup = Lookup(KEY, Kind.COORDINATES, 4)
+    peers.search(lookup, parallel=1)
+    assert lookup.coordinates == coordinates
 
 
 @pytest.mark.parametrize("packed", [b"\x80", b"\x00", b"\xff" * 800])
@@ -532,32 +565,32 @@ def test_a_page_that_is_none_counts_as_no_answer(packed):
     peers = Peers(contacts_at(1, 2, 3))
     peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed, True)
     peers.held[peers.contacts[1], KEY] = pages_of([1, 2])
-    track = Track(KEY, Kind.COORDINATES, 3)
-    peers.search(track, parallel=1)
-    assert track.coordinates == [1, 2]
+    lookup = Lookup(KEY, Kind.COORDINATES, 3)
+    peers.search(lookup, parallel=1)
+    assert lookup.coordinates == [1, 2]
 
 
 def test_an_empty_page_hides_nothing():
     peers = Peers(contacts_at(1, 2, 3))
     peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"")
     peers.held[peers.contacts[1], KEY] = pages_of([1, 2])
-    track = Track(KEY, Kind.COORDINATES, 3)
-    peers.search(track, parallel=1)
-    assert track.coordinates == [1, 2]
+    lookup = Lookup(KEY, Kind.COORDINATES, 3)
+    peers.search(lookup, parallel=1)
+    assert lookup.coordinates == [1, 2]
 
 
 def test_pages_without_end_come_to_one():
     peers = Peers(contacts_at(1))
     peers.held[peers.contacts[0], KEY] = lambda want: Finding(State.HERE, b"", [], b"\x01", True)
-    track = Track(KEY, Kind.COORDINATES, 1)
-    peers.search(track)
-    assert track.is_done
+    lookup = Lookup(KEY, Kind.COORDINATES, 1)
+    peers.search(lookup)
+    assert lookup.is_done
     assert len(peers.asked) <= 256
 
 
 def test_a_huge_page_is_read_no_further_than_pages_go():
     peers = Peers(contacts_at(1))
     peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], b"\x01" * 100_000, False)
-    track = Track(KEY, Kind.COORDINATES, 1)
-    peers.search(track)
-    assert len(track.coordinates) == 800
+    lookup = Lookup(KEY, Kind.COORDINATES, 1)
+    peers.search(lookup)
+    assert len(lookup.coordinates) == 800

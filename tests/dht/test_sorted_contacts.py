@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.made_contacts import by_distance, made_contact
-from shoal.dht.contacts import ID_BITS
-from shoal.dht.sorted_contacts import SortedContacts
+from shoal.dht.routing_table import SortedContacts
+from shoal.dht.wire import ID_BITS
 
 # ids that begin alike for long, as those around the own id do, and ids from all over the space
 clustered = st.builds(lambda shift, low: low << shift, st.integers(0, ID_BITS - 8), st.integers(0, 255))

@@ -4,7 +4,7 @@ import logging
 from dht.living_swarm import LivingSwarm
 from dht.worlds import Liar
 from shoal.core import Address, run_virtual
-from shoal.dht.messages import MAX_CONTACTS, Finding, Found
+from shoal.dht.wire import MAX_CONTACTS, Finding, Found
 from shoal.transport import Conditions, FaultScript
 
 ONE = [f"a{number}" for number in range(6)]
@@ -106,22 +106,14 @@ def test_peers_of_before_are_asked_where_there_is_no_address_to_join():
     run_virtual(main())
 
 
-def test_a_bootstrap_peer_that_names_thousands_is_read_as_far_as_it_may_name(monkeypatch):
+def test_a_bootstrap_peer_that_names_thousands_is_read_as_far_as_it_may_name():
     async def main():
         async with LivingSwarm() as swarm:
             (dht,) = await swarm.start_many(1)
             async with Liar(swarm, "liar", near="huge", values=None) as liar:
-                met = []
-
-                async def meet(strangers):
-                    met.extend(strangers)
-                    return []
-
-                splits = dht.upkeep._splits
-                monkeypatch.setattr(splits, "_meet", meet)
-                await splits._ask(liar.peer.address)
+                await dht.upkeep._splits._ask(liar.peer.address)
                 assert liar.num_asked == 1
-                assert len(met) == MAX_CONTACTS
+                assert dht.counts.num_pings == 1 + MAX_CONTACTS
 
     run_virtual(main())
 
@@ -132,7 +124,7 @@ def test_a_bootstrap_peer_whose_names_lead_nowhere_is_harmless():
             (dht,) = await swarm.start_many(1)
             splits = dht.upkeep._splits
             found = Found([], [Finding(0, bytes(range(256)))])
-            assert splits._told(found, Address("p0", 1024)) == []
+            assert splits._strangers(found, Address("p0", 1024)) == []
 
     run_virtual(main())
 

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from shoal.core import UsageError
-from shoal.dht import subkeys
-from shoal.dht.subkeys import MAX_SUBKEY_BYTES, decode_subkey, encode_subkey
-from shoal.dht.values import encode_value
+from shoal.dht import records
+from shoal.dht.records import MAX_SUBKEY_BYTES, decode_subkey, encode_subkey, encode_value
 
 GOOD = [0, 1, -1, 2**64 - 1, "", "alice", b"", b"\x00" * 20, (), (1, "a"), ("a", None, (b"b", -3))]
 BAD = [None, True, 1.0, 0.5, float("nan"), [1], {}, {"a": 1}, (1.0,), (True,), ((1, [2]),)]
@@ -30,12 +29,12 @@ def test_subkeys_are_short():
 
 
 def test_long_ones_of_strangers_are_not_remembered():
-    before = subkeys._remembered.cache_info().currsize
+    before = records._remembered_subkey.cache_info().currsize
     for number in range(5):
         decode_subkey(encode_subkey("x" * 500 + str(number)))
         with pytest.raises(ValueError, match="no subkey"):
             decode_subkey(encode_value("x" * 5_000 + str(number)))
-    assert subkeys._remembered.cache_info().currsize == before
+    assert records._remembered_subkey.cache_info().currsize == before
 
 
 @pytest.mark.parametrize("subkey", BAD, ids=repr)

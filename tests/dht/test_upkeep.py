@@ -5,8 +5,7 @@ import pytest
 from dht.living_swarm import LivingSwarm
 from shoal.core import Address, PeerUnreachable, run_virtual
 from shoal.dht import upkeep
-from shoal.dht.names import key_of
-from shoal.dht.records import Entry
+from shoal.dht.records import Entry, key_of
 from shoal.dht.settings import DHTSettings
 from shoal.transport import Conditions, FaultScript
 

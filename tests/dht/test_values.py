@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core import UsageError
-from shoal.dht.records import PLAIN
-from shoal.dht.values import decode_value, encode_value
+from shoal.dht.records import PLAIN, decode_value, encode_value
 
 SCALARS = (
     st.none()

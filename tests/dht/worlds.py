@@ -6,17 +6,21 @@ import hashlib
 import msgspec
 
 from dht.living_swarm import LivingSwarm
+from dht.signing import sign
 from shoal.core import Address, Deadline, Peer, run_virtual
 from shoal.core.identity import Identity
-from shoal.dht.contacts import number_of, pack
-from shoal.dht.coordinates import BEFORE_ALL, pack_page
-from shoal.dht.messages import (
+from shoal.dht.node import DHT
+from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of
+from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import (
+    BEFORE_ALL,
     FIND,
     PING,
     STORE,
     Find,
     Finding,
     Found,
+    Item,
     Kind,
     Ping,
     Pong,
@@ -24,25 +28,21 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    number_of,
+    pack,
+    pack_page,
 )
-from shoal.dht.names import key_of
-from shoal.dht.node import DHT
-from shoal.dht.ownership import sign
-from shoal.dht.records import PLAIN, Item, Slot, Verdict
-from shoal.dht.settings import DHTSettings
-from shoal.dht.subkeys import encode_subkey
-from shoal.dht.values import encode_value
 from shoal.transport import Endpoint, Reply
 
 NUM_HUGE = 3000
 """Contacts that a liar names who names very many."""
 
 
-def in_world(work, num_peers=0, *, conditions=None, seed=0, **settings):
+def in_world(work, num_peers=0, *, conditions=None, seed=0, secret=None, **settings):
     """Run `work(swarm, *peers)` in a swarm of so many peers, in virtual time."""
 
     async def main():
-        async with LivingSwarm(conditions, seed=seed, **settings) as swarm:
+        async with LivingSwarm(conditions, seed=seed, secret=secret, **settings) as swarm:
             return await work(swarm, *await swarm.start_many(num_peers))
 
     return run_virtual(main())
@@ -79,7 +79,7 @@ def keep_at(dht, name, value, lifetime_s=60.0, subkey=None):
     """Have one peer alone hold a record; its verdict."""
     subkey = PLAIN if subkey is None else encode_subkey(subkey)
     slot = Slot(subkey, encode_value(value), dht.in_s(lifetime_s))
-    return dht.holdings.keep(key_of(name).digest, slot, dht.wall_s())
+    return dht.records.store(key_of(name).digest, slot, dht.wall_s())
 
 
 async def send(sender, target, method, payload):
@@ -111,9 +111,14 @@ class Liar:
     says that it stored what it has thrown away.
     """
 
-    def __init__(self, swarm, name, *, values="owned", near="invented", is_absent=False):
+    def __init__(self, swarm, name, *, values="owned", near="invented", is_absent=False, peer_id=None):
         self.identity = identity_of(name)
-        self.endpoint = Endpoint(network=swarm.network.host(name), peer_id=self.identity.peer_id)
+        self.peer_id = peer_id or self.identity.peer_id
+        """Where there is no secret, whatever it claims to be."""
+        if peer_id is None:
+            self.endpoint = swarm.endpoint(name, self.identity)
+        else:
+            self.endpoint = Endpoint(network=swarm.network.host(name), peer_id=peer_id)
         self.values = values
         """Its answer to every question: owned and unowned values, or None for nothing."""
         self.near = near
@@ -137,7 +142,7 @@ class Liar:
     async def __aenter__(self):
         await self.endpoint.__aenter__()
         await self.endpoint.listen(Address(self._name, 1024))
-        self.peer = Peer(Address(self._name, 1024), self.identity.peer_id)
+        self.peer = Peer(Address(self._name, 1024), self.peer_id)
         return self
 
     async def __aexit__(self, *error):
@@ -154,7 +159,7 @@ class Liar:
 
     def _ping(self, head, buffers):
         wall_s = self.endpoint.network.clock.wall_s()
-        return _reply(Pong(self.identity.peer_id.digest, str(head.peer.address), wall_s))
+        return _reply(Pong(self.peer_id.digest, str(head.peer.address), wall_s))
 
     def _store(self, head, buffers):
         items = head.payload.items

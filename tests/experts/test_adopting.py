@@ -9,10 +9,10 @@ from dht.living_swarm import LivingSwarm
 from dht.memory_swarm import in_swarm
 from experts.fake_server import FakeServer, FakeThread, small_expert, values
 from shoal.core import DeadlineExceeded, Scope, UsageError, run_virtual
-from shoal.dht.declaring import declare_experts, get_experts
-from shoal.dht.ownership import reserved
+from shoal.dht.records import reserved
 from shoal.experts.adopting import Adopting
 from shoal.experts.checkpoints import Checkpoints
+from shoal.experts.names import declare_experts, get_experts
 
 
 def saved(folder, *uids, num_updates=3):

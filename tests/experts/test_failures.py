@@ -17,13 +17,13 @@ from torch import nn
 from experts.processes import serve_processes
 from shoal.core import Deadline, LoopThread, PeerLeaving, ShoalError
 from shoal.dht import connect
-from shoal.dht.declaring import get_experts
 from shoal.dht.settings import DHTSettings
 from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.client import ExpertClient
 from shoal.experts.config import HostingConfig
 from shoal.experts.hosting import hosted
 from shoal.experts.mixture import MixtureOfExperts
+from shoal.experts.names import get_experts
 
 pytestmark = [
     pytest.mark.skipif(

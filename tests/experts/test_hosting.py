@@ -10,13 +10,13 @@ import torch
 from shoal.core import DeadlineExceeded, LoopThread, Peer, PeerError, PeerUnreachable, UsageError
 from shoal.core.identity import Identity
 from shoal.dht import connect
-from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.settings import DHTSettings
 from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.client import ExpertClient
 from shoal.experts.config import HostingConfig
 from shoal.experts.hosting import Hosting, hosted
 from shoal.experts.making import ExpertMaker
+from shoal.experts.names import declare_experts, get_experts
 
 SMALL = {"hidden_dim": 8, "device": "cpu", "num_loops": 1}
 
@@ -126,7 +126,7 @@ def test_a_host_that_cannot_declare_in_time_serves_on(swarm, monkeypatch, caplog
         raise DeadlineExceeded("not before the deadline.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.dht.keeping.Kept.stored", late)
+        patch.setattr("shoal.dht.replication.Kept.stored", late)
         with host(join=(str(swarm.address),), declare_s=5.0) as hosting:
             assert "cannot be found yet" in caplog.text
             assert "for tests" in caplog.text

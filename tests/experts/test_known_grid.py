@@ -1,7 +1,6 @@
 from experts.fake_client import peer_at
-from shoal.dht.declaring import ExpertAddress
-from shoal.dht.uids import ExpertUid
 from shoal.experts.known_grid import KnownGrid
+from shoal.experts.names import ExpertAddress, ExpertUid
 
 
 def address(*place):

@@ -3,10 +3,9 @@ import torch
 
 from experts.fake_client import FakeClient, peer_at, plain_schema
 from shoal.core import LoopThread
-from shoal.dht.declaring import ExpertAddress
-from shoal.dht.uids import ExpertUid
 from shoal.experts.directory import Directory
 from shoal.experts.mixture_settings import MixtureSettings
+from shoal.experts.names import ExpertAddress, ExpertUid
 from shoal.experts.parallel import ExpertRound
 from shoal.experts.routing import Routes
 from shoal.experts.shares import sum_by_sample

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from experts.loopback import linear_expert
-from shoal.dht import connect, declare_experts
+from shoal.dht import connect
 from shoal.experts.mixture import MixtureOfExperts
+from shoal.experts.names import declare_experts
 from shoal.experts.server import ExpertServer
 from shoal.experts.switch import SwitchMixtureOfExperts
 

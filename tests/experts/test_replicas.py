@@ -21,10 +21,10 @@ from shoal.core import (
     run_virtual,
 )
 from shoal.core.identity import Identity
-from shoal.dht.declaring import declare_experts
 from shoal.dht.node import DHT
 from shoal.experts.averaging import Piece
 from shoal.experts.meetings import StateHead
+from shoal.experts.names import declare_experts
 from shoal.experts.replicas import AVERAGE, STATE, MeetingRequest, Replicas
 from shoal.experts.server import ExpertServer
 from shoal.tensors import TensorSpec, pack

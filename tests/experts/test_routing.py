@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from experts.fake_client import peer_at
-from shoal.dht.declaring import ExpertAddress
-from shoal.dht.uids import ExpertUid
+from shoal.experts.names import ExpertAddress, ExpertUid
 from shoal.experts.routing import GridTables
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.bench.dht_config import ExpertsPlan
 from shoal.bench.dht_outcome import Outcome, Watched
 from shoal.bench.dht_swarm import Swarm
-from shoal.dht.uids import UidPattern
+from shoal.experts.names import UidPattern
 
 _PATTERN = UidPattern("expert", (range(1000),) * 3)
 

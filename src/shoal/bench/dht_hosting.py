@@ -16,10 +16,10 @@ import msgspec
 from shoal.bench.dht_grounds import Ground
 from shoal.bench.mortal import Graveyard, TappedNetwork
 from shoal.core import Address, Deadline, Peer, PeerId, ShoalError, fanout
-from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, Stored, Verdict
 from shoal.dht.settings import DHTSettings
+from shoal.experts.names import declare_experts, get_experts
 from shoal.transport import Endpoint
 
 T = TypeVar("T")

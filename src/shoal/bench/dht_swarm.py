@@ -12,7 +12,7 @@ from shoal.bench.dht_hosting import Totals
 from shoal.bench.dht_peers import memory
 from shoal.bench.frame import Tell
 from shoal.core import Address, Clock, Deadline, Peer, PeerId, fanout, running_clock
-from shoal.dht.messages import PING, Ping
+from shoal.dht.wire import PING, Ping
 from shoal.transport import Endpoint
 
 _ASKED_AT_ONCE = 64

@@ -10,7 +10,7 @@ from shoal.core.board import Sighting
 
 if TYPE_CHECKING:
     from shoal.dht.crawl import Crawl, Visited
-    from shoal.dht.messages import About
+    from shoal.dht.wire import About
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = dict[str, object]

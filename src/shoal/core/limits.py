@@ -83,6 +83,10 @@ class FailureBackoff:
         """Whether it has not answered since it failed, be its pause over or not."""
         return name in self._paused
 
+    def pause_s(self, name: Hashable) -> float:
+        """How long its latest pause is, be it over or not; 0.0 for what has not failed."""
+        return self._paused.get(name, (0.0, 0.0))[1]
+
     def next_end_s(self, now_s: float) -> float:
         """When the next pause ends."""
         return min((until_s for until_s, _ in self._paused.values() if until_s > now_s), default=math.inf)

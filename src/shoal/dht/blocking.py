@@ -15,11 +15,11 @@ from typing import Any, Self, TypeVar
 
 from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
-from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
+from shoal.dht.protocol import Answered
 from shoal.dht.records import Entry, Stored, Value
-from shoal.dht.schemas import Schema
 from shoal.dht.settings import DHTSettings
+from shoal.dht.validation import Schema
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -40,7 +40,7 @@ class Swarm:
         self._lock = threading.RLock()  # of opening and closing, which a signal may cut into
 
     def open(self) -> Self:
-        """Join the swarm."""
+        """Join the swarm, on a loop thread of its own unless one was given."""
         with self._lock, contextlib.ExitStack() as closing:
             if self._dht is not None:
                 raise UsageError("This swarm is open already.", next_step="open it in one place only.")
@@ -74,7 +74,7 @@ class Swarm:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this peer is."""
+        """The id that other peers know this one by."""
         return self.dht.peer_id
 
     @property

@@ -16,17 +16,15 @@ from shoal.core import (
     Peer,
     PeerId,
     PeerRefused,
-    PeerUnreachable,
     ShoalError,
     UsageError,
     fanout,
 )
 from shoal.core.ids import ID_BYTES
-from shoal.dht.asking import Answered
-from shoal.dht.contacts import ID_BITS, Contact
-from shoal.dht.meeting import ping
-from shoal.dht.messages import About, Kind, Want
+from shoal.dht.join import first_ping, unreachable
 from shoal.dht.node import DHT
+from shoal.dht.protocol import Answered, DHTProtocol
+from shoal.dht.wire import ID_BITS, About, Contact, Kind, Want
 
 _NUM_DISTANCES = 15
 """Halves of the space, and halves of these, in which each peer is asked for whom it knows."""
@@ -74,8 +72,9 @@ async def crawl(
     """
     if limit < 1 or not starts:
         raise UsageError("A crawl needs an address to start from, and a limit above 0.")
-    wait_s = dht.settings.call_s * dht.settings.patience
-    outcomes = await fanout([ping(dht, Peer(start)) for start in starts], Deadline.after(1.1 * wait_s))
+    protocol = dht.protocol
+    pings = [first_ping(protocol, Peer(start)) for start in starts]
+    outcomes = await fanout(pings, protocol.call_deadline(1.1))
     answered = [outcome.peer for outcome in outcomes if isinstance(outcome, Answered)]
     if own := next((peer for peer in answered if peer.id == dht.peer_id), None):
         raise _own_identity(own)
@@ -90,21 +89,22 @@ async def crawl(
             raise refusals[0]
         first = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
         cause = getattr(first, "cause", "") or _one_line(first)
-        raise _unreachable(dht, f"Nobody answers at {', '.join(map(str, starts))}.", cause, starts) from first
-    crawler = _Crawler(dht, limit, tell or (lambda _: None))
+        nobody = f"Nobody answers at {', '.join(map(str, starts))}."
+        raise unreachable(protocol, nobody, cause, starts[0]) from first
+    crawler = _Crawler(protocol, limit, tell or (lambda _: None))
     deadline = Deadline.after(_LIMIT_S * dht.settings.patience)
     for peer in answered:
-        await crawler.explore(dht.book.of(peer), deadline)
+        await crawler.explore(protocol.book.of(peer), deadline)
     seen = crawler.result(unreached)
     if not seen.peers:
         gone = next(each for each in seen.silent if each.peer.id is not None)
-        raise _unreachable(dht, f"{gone.peer} answers no more.", gone.error, [gone.peer.address])
+        raise unreachable(protocol, f"{gone.peer} answers no more.", gone.error, gone.peer.address)
     return seen
 
 
 class _Crawler:
-    def __init__(self, dht: DHT, limit: int, tell: Callable[[str], None]) -> None:
-        self._dht = dht
+    def __init__(self, protocol: DHTProtocol, limit: int, tell: Callable[[str], None]) -> None:
+        self._protocol = protocol
         self._limit = limit
         self._tell = tell
         self._known: dict[Contact, None] = {}
@@ -149,9 +149,9 @@ class _Crawler:
         number = contact.number
         targets = [number, *(number ^ 1 << (ID_BITS - 1 - depth) for depth in range(_NUM_DISTANCES))]
         wants = [Want(target.to_bytes(ID_BYTES), Kind.PEERS) for target in targets]
-        asking, clock = self._dht.asking, self._dht.endpoint.network.clock
-        found = await asking.call_find(contact, wants)
-        told = [self._dht.book.read(packed, contact.peer.address) for packed in found.contacts]
+        protocol, clock = self._protocol, self._protocol.endpoint.network.clock
+        found = await protocol.call_find(contact, wants)
+        told = [protocol.book.read(packed, contact.peer.address) for packed in found.contacts]
         for other in told:
             if other is not None:
                 self._meet(other, self._found_from[contact.id])
@@ -161,26 +161,20 @@ class _Crawler:
             self._num_neighbours += len(distances)
             self._reach += max(distances) / (1 << ID_BITS)
         began_s = clock.now_s()
-        about = await asking.call_about(contact.peer)
+        about = await protocol.call_about(contact.peer)
         took_s = clock.now_s() - began_s
         return Visited(contact.peer, about, took_s, about.wall_s + took_s / 2 - clock.wall_s())
 
     def _meet(self, contact: Contact, start: int) -> None:
         one, other = self._first(self._found_from.setdefault(contact.id, start)), self._first(start)
         self._same_as[max(one, other)] = min(one, other)
-        if contact not in self._known and contact.id != self._dht.peer_id:
+        if contact not in self._known and contact.id != self._protocol.peer_id:
             self._known[contact] = self._waiting[contact] = None
 
     def _first(self, start: int) -> int:
         while self._same_as[start] != start:
             start = self._same_as[start]
         return start
-
-
-def _unreachable(dht: DHT, what: str, cause: str, starts: Sequence[Address]) -> PeerUnreachable:
-    secret = " --secret-file FILE" if dht.endpoint.membership is not None else ""
-    next_step = f"shoal doctor --join {starts[0]}{secret}, which looks at the way there and back."
-    return PeerUnreachable(what, cause=cause, next_step=next_step)
 
 
 def _own_identity(peer: Peer) -> PeerRefused:

@@ -1,188 +1,657 @@
 """The iterative look-up of many keys at once (Maymounkov & Mazières 2002, section 2.3).
 
-Each key keeps a list of the nearest peers that it has heard of (`tracks`) and asks them, nearest first, for
-its value and for peers that are nearer still. Keys that go to the same peer share its requests. A peer that
-is slow is not waited for: the next is asked beside it. What to do with what is found is left to `node`.
+A `Lookup` is one key's list of the nearest peers that it has heard of. `Search` asks them, nearest first, for
+its value and for peers that are nearer still, until so many of the nearest have answered, or the value was
+found. Keys that go to the same peer share its requests. A peer that is slow is not waited for: the next is
+asked beside it, and its answer counts if it comes; one that fails is gone from the list. `look_up` is what
+others call; what a look-up leaves in caches on its way is at the end.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+import bisect
+import contextlib
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from shoal.core import Address, Deadline, Scope, ShoalError
-from shoal.dht.contacts import Contact
-from shoal.dht.messages import MAX_CONTACTS, MAX_WANTS, Found, Want
-from shoal.dht.records import Slot
-from shoal.dht.tracks import Track
-from shoal.dht.under_way import UnderWay, until_set
+from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, Scope, ShoalError, UsageError, fanout
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.records import Slot, merge
+from shoal.dht.wire import (
+    ANYWHERE,
+    BEFORE_ALL,
+    MAX_CONTACTS,
+    MAX_STORE_BYTES,
+    MAX_WANTS,
+    PAGE_BYTES,
+    Contact,
+    Finding,
+    Found,
+    Item,
+    Kind,
+    State,
+    Want,
+    reach_of,
+    size_of,
+    unpack_page,
+)
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+MAX_IN_FLIGHT = 48
+"""Requests of one look-up or store at once; what waits meanwhile is sent together."""
+_MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
+_MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
+_ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know
+_MARKED_AT = 3  # peers that are told of an absence
+_MAX_PAGES = 256
+_HEARSAY_SEEDS = 4  # peers that were only heard of do not displace those that were seen: they may be invented
+_MAX_HEARSAY = 16  # look-ups of larger batches leave no hearsay behind: there would be too much of it
+_SECOND_CHANCE_S = 0.5
 
 
-class Node(Protocol):
-    """What a search needs of the peer that it runs on."""
+async def look_up(
+    protocol: DHTProtocol, lookups: Sequence[Lookup], deadline: Deadline, *, seeds: Sequence[Contact] = ()
+) -> None:
+    """Run look-ups together, beginning with `seeds` and the nearest peers in the routing table."""
+    if protocol.scope is None:
+        raise UsageError("The DHT is not open.", next_step="use it inside 'async with'.")
+    if not lookups:
+        return
+    settings, table, now_s = protocol.settings, protocol.table, protocol.now_s()
+    for lookup in lookups:
+        if len(lookups) <= settings.parallel:
+            lookup.first_parallel = settings.parallel
+        num_seeds = max(lookup.width + settings.num_replicas, settings.beam)
+        lookup.begin(table.nearest(lookup.number, num_seeds, now_s=now_s))
+        heard = table.nearest(lookup.number, _HEARSAY_SEEDS, now_s=now_s, has_hearsay=True)
+        for contact in (*heard, *seeds):
+            lookup.add(contact, 1)
+        table.on_looked_up(lookup.number, now_s)
+    await Search(protocol, settings.parallel).run(lookups, deadline)
+    if len(lookups) <= _MAX_HEARSAY:
+        for lookup in lookups:
+            for _, contact in lookup.near:
+                table.on_heard_of(contact)
 
-    async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
-        """Ask a peer."""
 
-    def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
-        """Those that live, and are rightly signed and typed."""
+async def find_records(
+    protocol: DHTProtocol,
+    keys: Sequence[bytes],
+    deadline: Deadline,
+    *,
+    latest: bool = False,
+    must_end: bool = False,
+) -> tuple[dict[bytes, list[Slot]], dict[bytes, Lookup]]:
+    """The live slots of keys, from this peer's own records or from the swarm, and the look-ups that it took.
 
-    def read_contacts(self, packed: Sequence[bytes], teller: Address) -> list[Contact | None]:
-        """Peers that another peer tells of; None for those not to be asked."""
+    `latest` asks all replicas, and merges what they have. When it `must_end`, DeadlineExceeded and
+    PeerUnreachable tell where nothing found does not mean that there is nothing.
+    """
+    wall_s = protocol.wall_s()
+    found = {key: protocol.records.get(key, wall_s, is_use=True) for key in keys}
+    kind = Kind.LATEST if latest else Kind.VALUE
+    beam = protocol.settings.beam
+    lookups = {key: Lookup(key, kind, beam) for key, slots in found.items() if latest or not slots}
+    await look_up(protocol, list(lookups.values()), deadline)
+    missed = [lookup for lookup in lookups.values() if lookup.is_done and not lookup.replicas]
+    if missed:
+        await ask_failed(protocol, missed)
+    if must_end:
+        check_ended(list(lookups.values()), is_client=protocol.is_client)
+    wall_s = protocol.wall_s()
+    for key, lookup in lookups.items():
+        if lookup.replicas:
+            found[key] = merge([found[key], *(slots for _, slots in lookup.replicas)], wall_s)
+            cache_found(protocol, lookup, found[key])
+    return found, lookups
 
-    def is_set_aside(self, contact: Contact) -> bool:
-        """Whether a peer has failed of late, or is this one."""
 
-    def witnesses(self) -> list[Contact]:
-        """A few peers from anywhere."""
+class Progress(enum.IntEnum):
+    """How far a key has come with a peer."""
 
-    def doubt(self, contact: Contact) -> None:
-        """Have it seen whether a peer that has not answered in good time is still there."""
-
-    def slow_s(self) -> float:
-        """How long answers take when all is well, at most."""
+    ASKED = 1
+    SLOW = 2
+    ANSWERED = 3
+    FAILED = 4
 
 
-class _Request:
-    """One request on its way."""
+class Lookup:
+    """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    __slots__ = ("contact", "tracks")
+    def __init__(self, key: bytes, kind: Kind, width: int) -> None:
+        self.key = key
+        self.kind = kind
+        self.width = width
+        """It ends when so many of the nearest peers have answered."""
+        self.number = int.from_bytes(key)
+        self.near: list[tuple[int, Contact]] = []
+        """Distance and peer, nearest first; those that failed are gone."""
+        self.replicas: list[tuple[Contact, list[Slot]]] = []
+        """Peers that hold the value, and what each holds."""
+        self.coordinates: list[int] = []
+        self.after = BEFORE_ALL
+        self.has_more_at: Contact | None = None
+        self.is_alone = False
+        """Whether its value is so large that no other key may share its requests."""
+        self.is_done = False
+        self.hops = 0
+        """Answers that followed from each other until the value was found, or the nearest peer."""
+        self.first_parallel = 1
+        """Peers that are asked at once until one of them has answered."""
+        self.has_marker = False
+        """Whether it ended because those nearest to it know that there is nothing."""
+        self.num_asked = 0
+        """Peers that were asked and have not answered, the slow ones not counted."""
+        # the following are by the packed contact
+        self._progress: dict[bytes, Progress] = {}
+        self._depths: dict[bytes, int] = {}
+        self._reaches: dict[bytes, int] = {}  # how near the peers were that each was last asked for
+        self._absent: dict[bytes, None] = {}
+        self._afters: dict[bytes, int] = {}  # where the page began that each was last asked for
+        self._pagers: dict[bytes, None] = {}  # those that have coordinates, of which no page was taken
+        self._num_pages = 0
+        self._has_answer = False
+        self._has_witnesses = False
 
-    def __init__(self, contact: Contact, tracks: list[Track]) -> None:
+    # --- whom to ask ---
+
+    def begin(self, nearest: Sequence[Contact]) -> None:
+        """Begin with these peers, nearest first."""
+        number = self.number
+        self.near = [(contact.number ^ number, contact) for contact in nearest]
+        self._depths = dict.fromkeys([contact.packed for contact in nearest], 1)
+
+    def add(self, contact: Contact, depth: int) -> None:
+        """Take note of a peer that somebody has told of."""
+        if contact.packed in self._depths:
+            return
+        distance = contact.number ^ self.number
+        near = self.near
+        if len(near) >= _MAX_NEAR:
+            if distance >= near[-1][0]:
+                return
+            last = near[-1][1]
+            if last.packed not in self._progress:
+                del near[-1], self._depths[last.packed]
+        self._depths[contact.packed] = depth
+        bisect.insort(near, (distance, contact), key=lambda entry: entry[0])
+
+    def next_peers(self, parallel: int) -> list[Contact]:
+        """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
+        if self.is_done:
+            return []
+        if self.has_more_at is not None:
+            progress = self._progress.get(self.has_more_at.packed)
+            if progress is Progress.ANSWERED:
+                return [self.has_more_at] if self.num_asked == 0 else []
+            if progress is Progress.ASKED:
+                return []
+            self._restart_pages()
+        if not self._has_answer:
+            parallel = self.first_parallel
+        chosen: list[Contact] = []
+        num_answered = num_open = 0
+        for _, contact in self.near:
+            progress = self._progress.get(contact.packed)
+            if progress is Progress.ANSWERED:
+                num_answered += 1
+            elif progress is None and self.num_asked + len(chosen) < parallel:
+                chosen.append(contact)
+            if progress is not Progress.SLOW:
+                num_open += 1
+            if num_open >= self.width:
+                break
+        if not chosen and self.num_asked == 0:
+            chosen = self._told_too_little()
+            has_slow = any(progress is Progress.SLOW for progress in self._progress.values())
+            self.is_done = not chosen and (num_answered >= self.width or not has_slow)
+        return chosen
+
+    def _told_too_little(self) -> list[Contact]:
+        """Those that were asked only for peers nearer than some that have turned out not to answer."""
+        answered = [entry for entry in self.near if self._progress.get(entry[1].packed) is Progress.ANSWERED]
+        counted = answered[: self.width]
+        if not counted:
+            return []
+        reach = reach_of(counted[-1][0])
+        return [contact for _, contact in counted if self._reaches.get(contact.packed, ANYWHERE) < reach]
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it ends with nothing, and others should be asked: those near the key may lie, or be gone.
+
+        They are asked once where enough of the nearest have answered, and else until enough have.
+        """
+        if self.replicas or self.coordinates or not self.has_silent:
+            return False
+        return not self._has_witnesses or len(self.answered()) < self.width
+
+    def reopen(self, witnesses: Sequence[Contact]) -> list[Contact]:
+        """Whom of these to ask before it ends after all."""
+        self._has_witnesses = True
+        chosen = [contact for contact in witnesses if contact.packed not in self._progress]
+        for contact in chosen:
+            self.add(contact, 1)
+        self.is_done = not chosen
+        return chosen
+
+    def want(self, contact: Contact) -> Want:
+        """What to ask a peer for; all that it knows when it is asked again."""
+        reach = ANYWHERE
+        if len(self.near) >= self.width and contact.packed not in self._reaches:
+            reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
+        self._reaches[contact.packed] = reach
+        self._afters[contact.packed] = self.after
+        return Want(self.key, self.kind, reach, self.after)
+
+    # --- what came of it ---
+
+    @property
+    def wants_value(self) -> bool:
+        """Whether a value is of use to it now."""
+        return not self.is_done and self.kind in (Kind.VALUE, Kind.LATEST)
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
+        return any(progress in (Progress.SLOW, Progress.FAILED) for progress in self._progress.values())
+
+    def answered(self) -> list[Contact]:
+        """Those that have answered, nearest first."""
+        progress = self._progress
+        return [contact for _, contact in self.near if progress.get(contact.packed) is Progress.ANSWERED]
+
+    def is_slow(self, contact: Contact) -> bool:
+        """Whether it was asked and has not answered in good time."""
+        return self._progress.get(contact.packed) is Progress.SLOW
+
+    def on_asked(self, contact: Contact) -> None:
+        """A request is on its way."""
+        self._progress[contact.packed] = Progress.ASKED
+        self.num_asked += 1
+
+    def on_slow(self, contact: Contact) -> None:
+        """It has not answered in good time, and is not counted on any more."""
+        if self._progress.get(contact.packed) is Progress.ASKED:
+            self._progress[contact.packed] = Progress.SLOW
+            self.num_asked -= 1
+
+    def on_failed(self, contact: Contact) -> None:
+        """It will not answer: it leaves the list of the nearest."""
+        if self._progress.get(contact.packed) is Progress.ASKED:
+            self.num_asked -= 1
+        self._progress[contact.packed] = Progress.FAILED
+        if self.has_more_at is contact:
+            self._restart_pages()
+        entry = (contact.number ^ self.number, contact)
+        if entry in self.near:
+            self.near.remove(entry)
+
+    def on_answered(self, contact: Contact, finding: Finding, near: Sequence[Contact]) -> None:
+        """It has answered; `near` are the peers that it tells of."""
+        if self._progress.get(contact.packed) is Progress.ASKED:
+            self.num_asked -= 1
+        self._progress[contact.packed] = Progress.ANSWERED
+        self._has_answer = True
+        depth = self._depths.get(contact.packed, 0)
+        for other in near:
+            self.add(other, depth + 1)
+        if finding.state == State.ABSENT and self.kind == Kind.COORDINATES:
+            self._absent[contact.packed] = None
+            if all(other.packed in self._absent for _, other in self.near[:_ALL_ABSENT]):
+                self.has_marker = True
+                self._finish(depth)
+        elif finding.state == State.TOO_LARGE:
+            if not self.is_alone:
+                self.is_alone = True
+                del self._progress[contact.packed]
+        elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
+            self._on_page(contact, finding, depth)
+        elif self.near and contact == self.near[0][1]:
+            self.hops = depth
+
+    def on_value(self, contact: Contact, slots: list[Slot]) -> None:
+        """It holds these, and they have been checked."""
+        self.replicas.append((contact, slots))
+        if self.kind == Kind.VALUE:
+            self._finish(self._depths.get(contact.packed, 0))
+
+    def passed_by(self) -> list[Contact]:
+        """Peers nearer than the first that had the value, that answered without one."""
+        distance = self.replicas[0][0].number ^ self.number
+        nearer = itertools.takewhile(lambda entry: entry[0] < distance, self.near)
+        return [contact for _, contact in nearer if self._progress.get(contact.packed) is Progress.ANSWERED]
+
+    def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
+        """One peer's pages follow each other; what others tell meanwhile, or too late, is left."""
+        is_of_another = self.has_more_at is not None and self.has_more_at != contact
+        if is_of_another or self._afters.get(contact.packed) != self.after:
+            self._pagers[contact.packed] = None
+            return
+        try:
+            page = unpack_page(finding.coordinates[:PAGE_BYTES], self.after)
+        except ValueError:
+            self.on_failed(contact)
+            return
+        self.coordinates += page
+        self._num_pages += 1
+        if finding.has_more and page and self._num_pages < _MAX_PAGES:
+            self.has_more_at = contact
+            self.after = page[-1]
+            self._pagers.pop(contact.packed, None)
+        elif self.coordinates:
+            self._finish(depth)
+
+    def _restart_pages(self) -> None:
+        """Who had more pages does not go on: ask the others that have some from the first page on."""
+        self.has_more_at = None
+        self.coordinates.clear()
+        self.after = BEFORE_ALL
+        for packed in self._pagers:
+            if self._progress.get(packed) is Progress.ANSWERED:
+                del self._progress[packed]
+        self._pagers.clear()
+
+    def _finish(self, depth: int) -> None:
+        self.hops = depth
+        self.is_done = True
+
+
+# --- requests to many peers ---
+
+
+class Request(Generic[T]):
+    """One request on its way, and the keys or records that share it."""
+
+    __slots__ = ("contact", "is_slow", "parts")
+
+    def __init__(self, contact: Contact, parts: list[T]) -> None:
         self.contact = contact
-        self.tracks = tracks
+        self.parts = parts
+        self.is_slow = False
 
 
-class Search:
-    """Several keys looked up together."""
+class Requests(abc.ABC, Generic[T, U]):
+    """The requests of one look-up or store: what goes to one peer is sent together, a few at once.
 
-    def __init__(self, node: Node, tracks: Sequence[Track], parallel: int) -> None:
-        self._node = node
-        self._tracks = tracks
-        self._parallel = parallel
-        self._waiting: dict[Contact, list[Track]] = {}  # in the order in which they were first wanted
-        self._under_way: UnderWay[_Request] = UnderWay(node.slow_s, self._on_slow)
-        self._parked: dict[Contact, list[Track]] = {}  # who would ask a peer that is slow to answer another
-        self._num_open = len(tracks)
+    A request that takes longer than answers usually do takes no place any more, so that others can go on.
+    """
+
+    def __init__(self, protocol: DHTProtocol, name: str) -> None:
+        self._protocol = protocol
+        self._waiting: dict[Contact, list[T]] = {}  # in the order in which they were first wanted
+        self._sent_at_s: dict[Request[T], float] = {}  # in the order of sending
+        self._slow: dict[Contact, list[T]] = {}
+        """Peers that are slow to answer, and what would be sent to each if it were not."""
+        self._num_open = 0
         self._ended = asyncio.Event()
-        self._scope = Scope("look-up")
+        self._scope = Scope(name)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, deadline: Deadline) -> None:
-        """Look until every key is done or the time is over."""
+    @abc.abstractmethod
+    def advance(self, part: T) -> None:
+        """Have one part say to whom it is to be sent next, or that it is done."""
+
+    @abc.abstractmethod
+    def take(self, contact: Contact, waiting: list[T]) -> list[T]:
+        """Those of the waiting parts that are to be sent now; others may be put back."""
+
+    @abc.abstractmethod
+    async def call(self, request: Request[T]) -> U:
+        """Send a request, and return the answer."""
+
+    @abc.abstractmethod
+    def on_answer(self, request: Request[T], answer: U) -> None:
+        """Take in an answer, be it late or not."""
+
+    @abc.abstractmethod
+    def on_failed(self, request: Request[T]) -> None:
+        """Have the parts of a request go elsewhere: the peer does not answer."""
+
+    @abc.abstractmethod
+    def on_slow(self, request: Request[T]) -> None:
+        """Have the parts of a request go on elsewhere: the peer is slow, and may still answer."""
+
+    async def run(self, parts: Sequence[T], deadline: Deadline) -> None:
+        """Send until every part is done or the time is over."""
+        self._num_open = len(parts)
         try:
             async with self._scope:
-                for track in self._tracks:
-                    self._advance(track)
+                for part in parts:
+                    self.advance(part)
                 self._dispatch()
-                await until_set(self._ended, deadline)
+                if self._num_open:
+                    await self._until_ended(deadline)
                 self._stop()
                 self._scope.cancel()
         finally:
             self._stop()
 
-    def _stop(self) -> None:
-        """Send nothing any more; whoever has not answered yet is to be looked after by others."""
-        self._ended.set()
-        self._under_way.close()
-        for contact in self._parked:
-            self._node.doubt(contact)
-        self._parked.clear()
-
-    def _advance(self, track: Track) -> None:
-        """Have a key ask whom it wants to."""
-        chosen = track.next_peers(self._parallel)
-        if track.is_done and track.is_doubtful:
-            chosen = track.reopen(self._node.witnesses())
-        for contact in chosen:
-            track.on_asked(contact)
-            self._waiting.setdefault(contact, []).append(track)
-        if track.is_done:
-            self._end()
-
-    def _end(self) -> None:
+    def end_one(self) -> None:
+        """One more part is done."""
         self._num_open -= 1
         if self._num_open <= 0:
             self._ended.set()
 
+    async def _until_ended(self, deadline: Deadline) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline.timeout_s):
+                await self._ended.wait()
+
+    def _stop(self) -> None:
+        """Send nothing any more; whoever has not answered yet is pinged in the background."""
+        self._ended.set()
+        self._sent_at_s.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        for contact in self._slow:
+            self._protocol.check_soon(contact)
+        self._slow.clear()
+
     def _dispatch(self) -> None:
         """Send what may be sent, longest waiting first."""
-        while self._waiting and self._under_way.has_room and not self._ended.is_set():
+        while self._waiting and len(self._sent_at_s) < MAX_IN_FLIGHT and not self._ended.is_set():
             contact = next(iter(self._waiting))
-            tracks = [track for track in self._waiting.pop(contact) if not track.is_done]
-            if not tracks:
-                continue
-            if self._node.is_set_aside(contact):
-                self._fail(contact, tracks)
-                continue
-            if contact in self._parked:
-                self._parked[contact] += tracks
-                self._go_on_without(contact, tracks)
-                continue
-            if any(track.is_alone for track in tracks) and len(tracks) > 1:
-                alone = next(track for track in tracks if track.is_alone)
-                tracks.remove(alone)
-                self._waiting[contact] = tracks
-                tracks = [alone]
-            elif len(tracks) > MAX_WANTS:
-                self._waiting[contact] = tracks[MAX_WANTS:]
-                tracks = tracks[:MAX_WANTS]
-            request = _Request(contact, tracks)
-            self._under_way.begin(request)
-            self._scope.start(self._ask(request), name="find")
+            parts = self.take(contact, self._waiting.pop(contact))
+            if parts:
+                request = Request(contact, parts)
+                self._sent_at_s[request] = self._loop.time()
+                self._watch()
+                self._scope.start(self._send(request), name="dht request")
 
-    async def _ask(self, request: _Request) -> None:
-        contact, tracks = request.contact, request.tracks
+    async def _send(self, request: Request[T]) -> None:
         try:
-            found = await self._node.call_find(contact, [track.want(contact) for track in tracks])
+            answer = await self.call(request)
         except ShoalError:
-            self._under_way.end(request)
-            self._fail(contact, tracks)
-            self._fail(contact, self._parked.pop(contact, ()))
+            self._sent_at_s.pop(request, None)
+            self.on_failed(request)
         else:
-            self._under_way.end(request)
-            self._take_in(contact, tracks, found)
-            for track in self._parked.pop(contact, ()):
-                self._waiting.setdefault(contact, []).append(track)
+            self._sent_at_s.pop(request, None)
+            self.on_answer(request, answer)
         self._dispatch()
 
-    def _fail(self, contact: Contact, tracks: Sequence[Track]) -> None:
-        for track in tracks:
-            if not track.is_done:
-                track.on_failed(contact)
-                self._advance(track)
+    def _slow_s(self) -> float:
+        return min(_MAX_SLOW_S, max(_MIN_SLOW_S, self._protocol.slow_s()))
 
-    def _go_on_without(self, contact: Contact, tracks: Sequence[Track]) -> None:
-        for track in tracks:
-            if not track.is_done:
-                track.on_slow(contact)
-                self._advance(track)
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._slow_s() / 2, self._find_slow)
 
-    def _take_in(self, contact: Contact, tracks: list[Track], found: Found) -> None:
-        contacts = self._node.read_contacts(found.contacts, contact.peer.address)
-        for track, finding in zip(tracks, found.findings, strict=True):
-            if track.is_done:
+    def _find_slow(self) -> None:
+        self._timer = None
+        sent_before_s = self._loop.time() - self._slow_s()
+        for request, sent_at_s in tuple(self._sent_at_s.items()):
+            if sent_at_s > sent_before_s:
+                break
+            del self._sent_at_s[request]
+            request.is_slow = True
+            self._slow.setdefault(request.contact, [])
+            self.on_slow(request)
+            self._dispatch()
+        if self._sent_at_s:
+            self._watch()
+
+
+class Search(Requests[Lookup, Found]):
+    """Several keys looked up together."""
+
+    def __init__(self, protocol: DHTProtocol, parallel: int) -> None:
+        super().__init__(protocol, "look-up")
+        self._parallel = parallel
+
+    def advance(self, part: Lookup) -> None:
+        """Have a key ask whom it wants to."""
+        chosen = part.next_peers(self._parallel)
+        if part.is_done and part.is_doubtful:
+            chosen = part.reopen(self._protocol.witnesses(part.number))
+        for contact in chosen:
+            part.on_asked(contact)
+            self._waiting.setdefault(contact, []).append(part)
+        if part.is_done:
+            self.end_one()
+
+    def take(self, contact: Contact, waiting: list[Lookup]) -> list[Lookup]:
+        """As many keys as fit into a request, one alone whose value is large; none to a peer that is slow."""
+        lookups = [lookup for lookup in waiting if not lookup.is_done]
+        if self._protocol.is_backed_off(contact):
+            self._fail(contact, lookups)
+            return []
+        if contact in self._slow:
+            self._slow[contact] += lookups
+            self._go_on_without(contact, lookups)
+            return []
+        taken, rest = lookups[:MAX_WANTS], lookups[MAX_WANTS:]
+        if (alone := next((lookup for lookup in lookups if lookup.is_alone), None)) is not None:
+            taken, rest = [alone], [lookup for lookup in lookups if lookup is not alone]
+        if rest:
+            self._waiting[contact] = rest
+        return taken
+
+    async def call(self, request: Request[Lookup]) -> Found:
+        """Ask a peer for keys."""
+        wants = [lookup.want(request.contact) for lookup in request.parts]
+        return await self._protocol.call_find(request.contact, wants)
+
+    def on_answer(self, request: Request[Lookup], answer: Found) -> None:
+        """Take in what a peer has and whom it tells of; what it is not believed was not said."""
+        contact = request.contact
+        contacts = self._protocol.read_contacts(answer.contacts, contact.peer.address)
+        for lookup, finding in zip(request.parts, answer.findings, strict=True):
+            if lookup.is_done:
                 continue
-            told = finding.near[:MAX_CONTACTS]
-            near = [other for index in told if (other := _at(contacts, index)) is not None]
-            track.on_answered(contact, finding, near)
-            if finding.slots and track.wants_value:
-                believed = self._node.believed(track.key, finding.slots)
+            told = [contacts[at] for at in finding.near[:MAX_CONTACTS] if at < len(contacts)]
+            lookup.on_answered(contact, finding, [other for other in told if other is not None])
+            if finding.slots and lookup.wants_value:
+                believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
-                    track.on_value(contact, believed)
-            self._settle(track)
+                    lookup.on_value(contact, believed)
+            self._settle(lookup)
+        if contact in self._slow:
+            self._waiting.setdefault(contact, []).extend(self._slow.pop(contact))
 
-    def _settle(self, track: Track) -> None:
-        if track.is_done:
-            self._end()
+    def _settle(self, lookup: Lookup) -> None:
+        if lookup.is_done:
+            self.end_one()
         else:
-            self._advance(track)
+            self.advance(lookup)
 
-    def _on_slow(self, request: _Request) -> None:
-        self._parked.setdefault(request.contact, [])
-        self._go_on_without(request.contact, request.tracks)
-        self._dispatch()
+    def on_failed(self, request: Request[Lookup]) -> None:
+        """Leave the peer out, also for the keys that would have asked it."""
+        self._fail(request.contact, request.parts)
+        self._fail(request.contact, self._slow.pop(request.contact, ()))
+
+    def on_slow(self, request: Request[Lookup]) -> None:
+        """Ask others beside a peer that is slow."""
+        self._go_on_without(request.contact, request.parts)
+
+    def _fail(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
+        for lookup in lookups:
+            if not lookup.is_done:
+                lookup.on_failed(contact)
+                self.advance(lookup)
+
+    def _go_on_without(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
+        for lookup in lookups:
+            if not lookup.is_done:
+                lookup.on_slow(contact)
+                self.advance(lookup)
 
 
-def _at(contacts: Sequence[Contact | None], index: int) -> Contact | None:
-    return contacts[index] if index < len(contacts) else None
+# --- before a key counts as missing ---
+
+
+async def ask_failed(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
+    """Ask those near keys that were not found that failed of late, and may be back.
+
+    A machine that stood still for a moment takes the living for dead.
+    """
+    by_peer: dict[Contact, list[Lookup]] = {}
+    for lookup in lookups:
+        for contact in protocol.table.failed_near(lookup.number, protocol.settings.num_replicas):
+            by_peer.setdefault(contact, []).append(lookup)
+
+    async def ask(contact: Contact, some: Sequence[Lookup]) -> None:
+        found = await protocol.call_find(contact, [Want(lookup.key) for lookup in some])
+        for lookup, finding in zip(some, found.findings, strict=True):
+            if believed := protocol.believed(lookup.key, finding.slots):
+                lookup.on_value(contact, believed)
+
+    deadline = Deadline.after(_SECOND_CHANCE_S * protocol.settings.patience)
+    await fanout(in_parts(by_peer, ask), deadline, limit=MAX_IN_FLIGHT)
+
+
+def check_ended(lookups: Sequence[Lookup], *, is_client: bool) -> None:
+    """Raise where nothing found does not mean that there is nothing."""
+    unanswered = [lookup for lookup in lookups if not lookup.replicas and not lookup.answered()]
+    if any(lookup.is_done and (lookup.has_silent or is_client) for lookup in unanswered):
+        raise PeerUnreachable(
+            "No peer of the DHT answers.",
+            cause="this machine is offline, or the peers that it knew have left.",
+            next_step="join by another address; shoal status --join HOST:PORT tells who is there.",
+        )
+    num_open = sum(not (lookup.is_done or lookup.replicas) for lookup in lookups)
+    if num_open:
+        raise DeadlineExceeded(
+            f"{num_open} of {len(lookups)} look-ups had not ended before the deadline.",
+            cause="too few of the peers near the keys answer, or the deadline is too early.",
+            next_step="give more time, or raise `patience` in the DHT's settings.",
+        )
+
+
+# --- what look-ups leave behind ---
+
+
+def cache_found(protocol: DHTProtocol, lookup: Lookup, slots: Sequence[Slot]) -> None:
+    """Keep what was found here, and where the next one to look for it passes by."""
+    protocol.records.cache.store(lookup.key, slots, protocol.wall_s())
+    for contact in lookup.passed_by()[: protocol.settings.cache_nearest]:
+        if sum(map(size_of, slots)) <= MAX_STORE_BYTES:
+            items = [Item(lookup.key, list(slots))]
+            protocol.start_soon(protocol.call_store(contact, items, is_cache=True), "dht caching")
+
+
+def mark_absent(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
+    """Tell the peers nearest to keys under which there is nothing, unless they know."""
+    by_peer: dict[Contact, list[bytes]] = {}
+    for lookup in lookups:
+        if lookup.is_done and not lookup.has_marker:
+            for _, contact in lookup.near[:_MARKED_AT]:
+                by_peer.setdefault(contact, []).append(lookup.key)
+    for work in in_parts(by_peer, protocol.call_mark_absent):
+        protocol.start_soon(work, "dht absence")
+
+
+def in_parts(by_peer: dict[Contact, list[T]], call: Callable[[Contact, list[T]], U]) -> list[U]:
+    """Calls to peers, with as many keys in each as fit into a request."""
+    return [
+        call(contact, some[start : start + MAX_WANTS])
+        for contact, some in by_peer.items()
+        for start in range(0, len(some), MAX_WANTS)
+    ]

@@ -48,9 +48,9 @@ class DHTSettings:
     """Records are sent again to the peers nearest to them this often."""
     check_s: float = 60.0
     """Addresses that this peer joined by are asked this often whether they know a swarm that it does not."""
-    set_aside_s: float = 5.0
+    backoff_s: float = 5.0
     """A peer that has failed is not asked for so long, twice as long after every further failure."""
-    max_set_aside_s: float = 600.0
+    max_backoff_s: float = 600.0
 
     max_records: int = 100_000
     """Slots that are stored for others; the nearest are kept."""

@@ -1,7 +1,7 @@
 """What a peer does unasked: it keeps its table fresh, its records in their places, and itself in the swarm.
 
 One task looks every few seconds whether anything is due; what takes time is done beside it, each kind of work
-at most once at a time. Where records belong is `placing`'s, what a split looks like `splits`'s.
+at most once at a time. Where records belong is `replication`'s, what a split looks like `join`'s.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
-from shoal.core import Deadline, Key, Scope, ShoalError, fanout
+from shoal.core import Deadline, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import Contact
-from shoal.dht.placing import Placing
-from shoal.dht.splits import SplitCheck
-
-if TYPE_CHECKING:
-    from shoal.dht.node import DHT
+from shoal.dht.join import Joining, SplitCheck
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.replication import Replicator, Work
+from shoal.dht.search import Lookup, find_records, look_up
+from shoal.dht.wire import Contact, Kind
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +27,9 @@ _JUMP_S = 10.0  # of the wall clock against the loop's: this machine slept, or i
 _LATE_S = 30.0  # of a look: this process was stopped
 _NEWCOMER_S = 1.0  # after meeting one: others may come with it
 _PINGS_AT_ONCE = 8
-_CONTACT_TURNS = 1.5  # of `refresh_s`, in which every contact is greeted: sessions with them stay
+_CONTACT_TURNS = 1.5  # of `refresh_s`, in which every contact is pinged: sessions with them stay
 _STRANGER_TURNS = 0.25
 _BUCKET_TURNS = 20  # in `refresh_s`, so that not all buckets are refreshed at once
-
-Work = Coroutine[Any, Any, object]
 
 
 class _Duty:
@@ -51,10 +47,11 @@ class _Duty:
 class Upkeep:
     """The upkeep of one peer; `run` does the work, in a task of the DHT's own."""
 
-    def __init__(self, dht: DHT) -> None:
-        self._dht = dht
-        self._placing = Placing(dht)
-        self._splits = SplitCheck(dht)
+    def __init__(self, protocol: DHTProtocol, joining: Joining) -> None:
+        self._protocol = protocol
+        self._joining = joining
+        self._replicator = Replicator(protocol)
+        self._splits = SplitCheck(protocol, joining)
         self._wake: asyncio.Event | None = None
         """Of the loop on which `run` is; nothing before."""
         self._waker: asyncio.TimerHandle | None = None
@@ -65,18 +62,18 @@ class Upkeep:
         self._rejoin_s = 0.0
         self._alone_s = LOOK_S
         """How long to wait before the next attempt to join, having nobody."""
-        self._greeted = -1
-        """The id of the contact that was greeted last; others have their turn after it."""
+        self._pinged = -1
+        """The id of the contact that was pinged last in turn; others have theirs after it."""
         self.num_rejoins = 0
 
     async def run(self) -> None:
         """Look after everything, until cancelled."""
         loop = asyncio.get_running_loop()
-        random = self._dht.endpoint.network.random
+        random = self._protocol.random
         wake = self._wake = asyncio.Event()
         self._stop_waker()
         self._began_s = self._looked_s = loop.time()
-        self._clock_gap_s = self._dht.wall_s() - loop.time()
+        self._clock_gap_s = self._protocol.wall_s() - loop.time()
         self._duties = [
             _Duty(every_s, find, loop.time() + random.uniform(0.5, 1.0) * every_s)
             for every_s, find in self._all_duties()
@@ -97,9 +94,9 @@ class Upkeep:
 
     def on_new_peer(self, contact: Contact) -> None:
         """Somebody was met: records that belong to it are sent to it soon."""
-        if len(self._dht.storage) == 0:
+        if len(self._protocol.records.storage) == 0:
             return
-        self._placing.on_met(contact)
+        self._replicator.on_met(contact)
         if self._waker is None:
             self._waker = asyncio.get_running_loop().call_later(_NEWCOMER_S, self._on_newcomers)
 
@@ -114,19 +111,19 @@ class Upkeep:
             self._wake.set()
 
     def _all_duties(self) -> list[tuple[float, Callable[[], Work | None]]]:
-        settings = self._dht.settings
+        settings = self._protocol.settings
         return [
             (0.0, self._notice_absence),
             (0.0, self._refresh_cache),
-            (0.0, self._greet_again),
-            (0.8 * LOOK_S, self._greet_in_turn),  # not at looks that a newcomer has brought forward
+            (0.0, self._retry_failed),
+            (0.8 * LOOK_S, self._ping_in_turn),  # not at looks that a newcomer has brought forward
             (0.0, self._splits.check),
             (settings.refresh_s / _BUCKET_TURNS, self._refresh_bucket),
             (settings.check_s, self._tidy),
             # of records, of which a client has none
-            (0.0, self._placing.look_around),
-            (settings.check_s, self._watch_companions),
-            (settings.republish_s / 10, self._placing.republish),
+            (0.0, self._replicator.follow_neighbours),
+            (settings.check_s, self._ping_other_holders),
+            (settings.republish_s / 10, self._replicator.republish),
         ]
 
     def _turn(self, duty: _Duty, scope: Scope, now_s: float) -> None:
@@ -150,94 +147,92 @@ class Upkeep:
 
     def _notice_absence(self) -> Work | None:
         """After a sleep of this machine or process, and when nobody is left, the swarm is to be met again."""
-        now_s = self._dht.now_s()
-        gap_s = self._dht.wall_s() - now_s
+        now_s = self._protocol.now_s()
+        gap_s = self._protocol.wall_s() - now_s
         was_away = abs(gap_s - self._clock_gap_s) > _JUMP_S or self._was_stopped
         self._clock_gap_s, self._was_stopped = gap_s, False
         if was_away:
             log.info("This peer was away: it joins the swarm again.")
             return self._rejoin()
-        if len(self._dht.table):
+        if len(self._protocol.table):
             self._alone_s = LOOK_S
             return None
-        joining = self._dht.joining
-        if now_s < self._rejoin_s or not (joining.addresses or joining.known.peers):
+        if now_s < self._rejoin_s or not (self._joining.addresses or self._joining.known.peers):
             return None
         self._rejoin_s = now_s + self._alone_s
-        self._alone_s = min(2 * self._alone_s, self._dht.settings.check_s)
+        self._alone_s = min(2 * self._alone_s, self._protocol.settings.check_s)
         return self._rejoin()
 
     async def _rejoin(self) -> None:
         self.num_rejoins += 1
         self._splits.hurry()
-        num_answered = await self._dht.rejoin()
+        num_answered = await self._joining.rejoin()
         log.info("Joined the swarm again: %d peers answer.", num_answered)
 
-    def _greet_again(self) -> Work | None:
-        """Peers that were set aside may be back."""
-        return self._see(self._dht.table.come_back(self._dht.now_s()))
+    def _retry_failed(self) -> Work | None:
+        """Peers that failed may be back."""
+        return self._ping(self._protocol.table.due_for_retry(self._protocol.now_s()))
 
-    def _greet_in_turn(self) -> Work | None:
+    def _ping_in_turn(self) -> Work | None:
         """Every contact once in `refresh_s`, so that the table holds no dead for longer."""
-        table = self._dht.table
-        share = len(table) * LOOK_S / self._dht.settings.refresh_s
-        num_due = int(share) + (self._dht.endpoint.network.random.random() < share % 1)
+        table = self._protocol.table
+        share = len(table) * LOOK_S / self._protocol.settings.refresh_s
+        num_due = int(share) + (self._protocol.random.random() < share % 1)
         if num_due == 0:
             return None
         contacts = table.contacts()
-        later = [contact for contact in contacts if contact.number > self._greeted]
+        later = [contact for contact in contacts if contact.number > self._pinged]
         chosen = [*later, *contacts][:num_due]
-        self._greeted = chosen[-1].number
-        return self._see(chosen)
+        self._pinged = chosen[-1].number
+        return self._ping(chosen)
 
-    def _watch_companions(self) -> Work | None:
+    def _ping_other_holders(self) -> Work | None:
         """Those who hold the same records: when one is gone, another should have them."""
-        return self._see(self._placing.companions())
+        return self._ping(self._replicator.other_holders())
 
-    def _see(self, contacts: Sequence[Contact]) -> Work | None:
+    def _ping(self, contacts: Sequence[Contact]) -> Work | None:
         """Ping peers; the table is told of those that do not answer."""
         if not contacts:
             return None
-        return fanout(
-            [self._dht.see(contact) for contact in contacts], Deadline.never(), limit=_PINGS_AT_ONCE
-        )
+        work = [self._protocol.check(contact) for contact in contacts]
+        return fanout(work, Deadline.never(), limit=_PINGS_AT_ONCE)
 
     def _refresh_bucket(self) -> Work | None:
         """Look up any id of a bucket in which nobody was sought for long."""
-        dht, now_s = self._dht, self._dht.now_s()
-        stale = dht.table.stale_ranges(now_s, dht.settings.refresh_s)
-        if not stale or now_s < self._began_s + dht.settings.refresh_s:
+        protocol, now_s = self._protocol, self._protocol.now_s()
+        settings = protocol.settings
+        stale = protocol.table.stale_ranges(now_s, settings.refresh_s)
+        if not stale or now_s < self._began_s + settings.refresh_s:
             return None
-        chosen = dht.endpoint.network.random.choice(stale)
-        return dht.find_nearest(Key(chosen.to_bytes(ID_BYTES)), dht.settings.num_replicas)
+        key = protocol.random.choice(stale).to_bytes(ID_BYTES)
+        lookup = Lookup(key, Kind.PEERS, settings.num_replicas)
+        return look_up(protocol, [lookup], protocol.look_up_deadline())
 
-    # --- what it keeps ---
+    # --- what it holds ---
 
     def _refresh_cache(self) -> Work | None:
         """Fetch records again that are used, before they expire."""
-        before_s = self._dht.settings.refresh_before_expiry_s + LOOK_S
-        due = self._dht.cache.due_for_refresh(self._dht.wall_s(), before_s)
-        return self._dht.get_many([Key(key) for key in due], latest=True) if due else None
+        protocol = self._protocol
+        before_s = protocol.settings.refresh_before_expiry_s + LOOK_S
+        due = protocol.records.cache.due_for_refresh(protocol.wall_s(), before_s)
+        if not due:
+            return None
+        return find_records(protocol, due, protocol.look_up_deadline(), latest=True)
 
     def _tidy(self) -> None:
         """Drop what is over, and write down who is there."""
-        dht, wall_s = self._dht, self._dht.wall_s()
-        dht.storage.expire(wall_s)
-        dht.cache.expire(wall_s)
-        dht.joining.remember()
+        wall_s, records = self._protocol.wall_s(), self._protocol.records
+        records.storage.expire(wall_s)
+        records.cache.expire(wall_s)
+        self._joining.remember()
         self._drop_sessions()
 
     def _drop_sessions(self) -> None:
         """End sessions that nobody uses: soon with strangers, or peers that are gone, later with contacts."""
-        datagrams = self._dht.endpoint.datagrams
-        contacts = dict.fromkeys(contact.peer.address for contact in self._dht.table.contacts())
-        now_s = self._dht.now_s()
+        datagrams, refresh_s = self._protocol.endpoint.datagrams, self._protocol.settings.refresh_s
+        contacts = dict.fromkeys(contact.peer.address for contact in self._protocol.table.contacts())
         for session in tuple(datagrams.sessions.values()):
             turns = _CONTACT_TURNS if session.peer.address in contacts else _STRANGER_TURNS
-            unused_s = now_s - session.used_at_s
-            if (
-                session.is_settled
-                and not session.num_open
-                and unused_s > turns * self._dht.settings.refresh_s
-            ):
+            is_unused = self._protocol.now_s() - session.used_at_s > turns * refresh_s
+            if session.is_settled and not session.num_open and is_unused:
                 datagrams.drop(session, "nothing was heard of it for a long time.")

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from shoal.core import Deadline, Peer, PeerBusy, ShoalError, UsageError, fanout
-from shoal.dht.declaring import sample_uids
 from shoal.dht.node import DHT
-from shoal.dht.uids import ExpertUid, UidPattern
 from shoal.experts.config import HostingConfig
+from shoal.experts.names import ExpertUid, UidPattern, sample_uids
 from shoal.experts.serving_peers import who_serves
 
 log = logging.getLogger(__name__)

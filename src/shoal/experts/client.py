@@ -37,7 +37,8 @@ from shoal.core import (
     UsageError,
     fanout,
 )
-from shoal.dht import DHT, Swarm, get_experts
+from shoal.dht import DHT, Swarm
+from shoal.experts.names import get_experts
 from shoal.experts.schema import ExpertSchema
 from shoal.experts.settings import ClientSettings
 from shoal.experts.standing import Standings

@@ -137,7 +137,7 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def check(self) -> None:
         """UsageError for options that do not go together, or name what cannot be."""
-        from shoal.dht.uids import ExpertUid, UidPattern
+        from shoal.experts.names import ExpertUid, UidPattern
 
         if self.uid_pattern is not None:
             UidPattern.of(self.uid_pattern)

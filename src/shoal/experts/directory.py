@@ -16,9 +16,8 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded, UsageError
 from shoal.core.limits import FailureBackoff
-from shoal.dht.declaring import ExpertAddress, get_experts
-from shoal.dht.uids import ExpertPrefix, ExpertUid
 from shoal.experts.known_grid import Coordinates, KnownGrid
+from shoal.experts.names import ExpertAddress, ExpertPrefix, ExpertUid, get_experts
 from shoal.experts.routing import GridTables, Place, Routes
 
 if TYPE_CHECKING:

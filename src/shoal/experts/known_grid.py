@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from shoal.dht.declaring import ExpertAddress
+from shoal.experts.names import ExpertAddress
 from shoal.experts.routing import GridTables, Place
 
 T = TypeVar("T")

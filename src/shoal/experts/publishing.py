@@ -7,11 +7,10 @@ import logging
 from collections.abc import Sequence
 
 from shoal.core import Deadline
-from shoal.dht.declaring import expert_entries
-from shoal.dht.keeping import Kept
 from shoal.dht.node import DHT
-from shoal.dht.ownership import reserved
-from shoal.dht.records import Entry
+from shoal.dht.records import Entry, reserved
+from shoal.dht.replication import Kept
+from shoal.experts.names import expert_entries
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from shoal.core import (
     fanout,
 )
 from shoal.dht import Swarm
-from shoal.dht.declaring import ExpertAddress
 from shoal.experts.client import ExpertClient
 from shoal.experts.directory import Directory
 from shoal.experts.last_call import ExpertCall, LastCall, NotEnoughExperts, describe_error
 from shoal.experts.mixture_settings import MixtureSettings
+from shoal.experts.names import ExpertAddress
 from shoal.experts.parallel import ExpertRound
 from shoal.experts.routing import Routes
 from shoal.experts.schema import ExpertSchema

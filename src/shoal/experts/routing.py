@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.dht.declaring import ExpertAddress
+from shoal.experts.names import ExpertAddress
 
 Place = tuple[int, ...]
 """Coordinates of an expert, or of a prefix of some."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.core import UsageError
-from shoal.dht.declaring import ExpertAddress, get_experts
-from shoal.dht.uids import ExpertUid
+from shoal.experts.names import ExpertAddress, ExpertUid, get_experts
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shoal.core import ShoalError
-from shoal.dht.declaring import ExpertAddress
 from shoal.experts.client import Forwarded
 from shoal.experts.last_call import ExpertCall
+from shoal.experts.names import ExpertAddress
 
 
 class Share:
