@@ -178,9 +178,11 @@ def test_each_slot_has_its_own_verdict():
         expired, fine = slot(one, 1, -1.0), slot(one, 2, 10.0, "a")
         too_long = slot(one, 3, 30 * 86_400.0, "b")
         large = Slot(encode_subkey("c"), bytes(2_000), one.in_s(10))
-        verdicts = await send_slots(two, one, "name", expired, fine, fine, too_long, large)
+        other = Slot(fine.subkey, b"\x07", fine.expires_at_s)
+        verdicts = await send_slots(two, one, "name", expired, fine, fine, other, too_long, large)
         assert verdicts == [
             Verdict.EXPIRED,
+            Verdict.STORED,
             Verdict.STORED,
             Verdict.NOT_NEWER,
             Verdict.TOO_LONG,

@@ -197,7 +197,8 @@ class TestViews:
         """Republished by another replica: nothing new, but this peer need not do it too."""
         storage = make()
         storage.store(KEY, sub(b"x", 10.0), 1.0)
-        assert storage.store(KEY, sub(b"x", 10.0), 4.0) is Verdict.NOT_NEWER
+        assert storage.store(KEY, sub(b"x", 10.0), 4.0) is Verdict.STORED
+        assert storage.store(KEY, sub(b"x", 10.0, b"other"), 5.0) is Verdict.NOT_NEWER
         assert storage.stored_at_s(KEY) == 4.0
 
     def test_coordinates_follow_what_is_there(self):

@@ -281,12 +281,16 @@ class Storage(ExpiringSlots):
         return self.num_slots
 
     def store(self, key: bytes, slot: Slot, now_s: float) -> Verdict:
-        """Keep a slot whose signature is known to be good, if the rules and the room allow it."""
+        """Keep a slot whose signature is known to be good, if the rules and the room allow it.
+
+        The same slot once more is stored: its first answer was lost, or another replica has republished it.
+        """
         self.expire(now_s)
         verdict, replaced = self.judge(key, slot, now_s)
+        if replaced and replaced[0] == slot:
+            self.held[key].stored_at_s = now_s
+            return Verdict.STORED
         if verdict is not Verdict.STORED:
-            if replaced and replaced[0] == slot:
-                self.held[key].stored_at_s = now_s
             return verdict
         if not self._make_room(key, slot, replaced):
             return Verdict.FULL
