@@ -11,8 +11,8 @@ from experts.fake_server import FakeServer, FakeThread, small_expert, values
 from shoal.core import DeadlineExceeded, Scope, UsageError, run_virtual
 from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.ownership import reserved
-from shoal.experts.adopting import Adopting
-from shoal.experts.checkpoints import Checkpoints
+from shoal.experts.server.assignment import Adopting
+from shoal.experts.server.checkpoints import Checkpoints
 
 
 def saved(folder, *uids, num_updates=3):
@@ -111,7 +111,7 @@ def test_a_look_up_that_fails_is_no_absence(tmp_path, caplog):
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.experts.adopting.LoopThread", Threadless)
+        patch.setattr("shoal.experts.server.assignment.LoopThread", Threadless)
         run_virtual(main())
     assert "could not be found out" in caplog.text
 
@@ -175,7 +175,7 @@ def test_a_round_that_could_not_look_does_not_count(tmp_path, monkeypatch):
             raise DeadlineExceeded("nobody answers.")
 
         with monkeypatch.context() as patch:
-            patch.setattr("shoal.experts.adopting.who_serves", fail)
+            patch.setattr("shoal.experts.server.assignment.who_serves", fail)
             with pytest.raises(DeadlineExceeded):
                 await rounds(one, 1)
         assert await rounds(one, 1) == ["ffn.1"]

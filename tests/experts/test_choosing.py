@@ -6,8 +6,8 @@ from dht.memory_swarm import in_swarm
 from shoal.core import Address, Peer, UsageError, run_virtual
 from shoal.dht.declaring import declare_experts
 from shoal.dht.uids import ExpertUid
-from shoal.experts.choosing import choose_uids
 from shoal.experts.config import HostingConfig
+from shoal.experts.server.assignment import choose_uids
 
 
 def config(**fields):

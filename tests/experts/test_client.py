@@ -24,11 +24,11 @@ from shoal.core import (
     UsageError,
 )
 from shoal.experts import wire
-from shoal.experts.client import ExpertClient, Forwarded
+from shoal.experts.client.client import ExpertClient, Forwarded
+from shoal.experts.client.servers import Standings
 from shoal.experts.expert import Expert
 from shoal.experts.schema import ExpertSchema, TensorSchema
 from shoal.experts.settings import ClientSettings, ServerSettings
-from shoal.experts.standing import Standings
 from shoal.transport import Reply, StreamTransport
 
 SCHEMA = ExpertSchema((TensorSchema("float32", (2,)),), (), (TensorSchema("float32", (2,)),), is_single=True)

@@ -16,12 +16,11 @@ from torch import nn
 
 from experts.loopback import client_of, linear_expert, serving
 from shoal.core import Deadline, LoopThread, PeerLeaving, PeerRefused, RemoteFailure, TensorError, UsageError
-from shoal.experts import server as server_module
 from shoal.experts import wire
 from shoal.experts.devices import cuda
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server import server as server_module
+from shoal.experts.server.jobs import Job, JobKind, KeptInputs
 from shoal.experts.settings import ServerSettings
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.experts.discovery import discover_schema
-from shoal.experts.schema import TensorSchema
+from shoal.experts.schema import TensorSchema, discover_schema
 
 
 class Apply(nn.Module):

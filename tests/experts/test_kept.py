@@ -6,9 +6,8 @@ import torch
 from experts.loopback import linear_expert
 from shoal.core import Deadline, PeerRefused
 from shoal.experts import expert as expert_module
-from shoal.experts import kept as kept_module
-from shoal.experts.jobs import Job, JobKind
-from shoal.experts.kept import Applied, KeptInputs
+from shoal.experts.server import jobs as kept_module
+from shoal.experts.server.jobs import Applied, Job, JobKind, KeptInputs
 
 ENTRY = kept_module._ENTRY_BYTES
 

@@ -1,7 +1,7 @@
 from experts.fake_client import peer_at
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.known_grid import KnownGrid
+from shoal.experts.client.directory import KnownGrid
 
 
 def address(*place):
@@ -39,7 +39,7 @@ def test_what_is_old_is_to_be_looked_up():
 
 
 def test_prefixes_that_nobody_uses_have_their_turn(monkeypatch):
-    monkeypatch.setattr("shoal.experts.known_grid._MAX_UNUSED", 2)
+    monkeypatch.setattr("shoal.experts.client.directory._MAX_UNUSED", 2)
     known = KnownGrid((), (4, 3), 30.0)
     for at in range(4):
         known.note_prefixes({(at,): (1,)}, 3.0 - at)

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.config import HostingConfig
-from shoal.experts.making import ExpertMaker
+from shoal.experts.server.assignment import ExpertMaker
+from shoal.experts.server.checkpoints import Checkpoints
 
 
 def maker(folder=None, **fields):

@@ -3,8 +3,7 @@ import asyncio
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.experts.metrics import MetricsServer, metrics_text
-from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.experts.server.metrics import ExpertMoment, MetricsServer, Moment, metrics_text
 from shoal.transport import pages
 
 ANYWHERE = Address("127.0.0.1", 0)

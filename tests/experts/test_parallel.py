@@ -5,11 +5,10 @@ from experts.fake_client import FakeClient, peer_at, plain_schema
 from shoal.core import LoopThread
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.directory import Directory
-from shoal.experts.mixture_settings import MixtureSettings
-from shoal.experts.parallel import ExpertRound
-from shoal.experts.routing import Routes
-from shoal.experts.shares import sum_by_sample
+from shoal.experts.client.batch import ExpertRound, sum_by_sample
+from shoal.experts.client.directory import Directory
+from shoal.experts.client.routing import Routes
+from shoal.experts.settings import MixtureSettings
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 
 from dht.memory_swarm import in_swarm
 from shoal.dht.declaring import declare_experts, get_experts
-from shoal.experts.publishing import Publishing
+from shoal.experts.server.publishing import Publishing
 
 UIDS = ["ffn.1.2", "ffn.3.4"]
 

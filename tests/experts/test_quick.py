@@ -6,8 +6,8 @@ import torch
 
 from experts.loopback import client_of, linear_expert, serving
 from shoal.core import Deadline
-from shoal.experts.jobs import Job, JobKind
-from shoal.experts.quick import QuickWork
+from shoal.experts.server.jobs import Job, JobKind
+from shoal.experts.server.server import QuickWork
 
 EXPERT = linear_expert("a", 2)
 

@@ -23,10 +23,9 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.dht.declaring import declare_experts
 from shoal.dht.node import DHT
-from shoal.experts.averaging import Piece
-from shoal.experts.meetings import StateHead
-from shoal.experts.replicas import AVERAGE, STATE, MeetingRequest, Replicas
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.averaging import Piece, StateHead
+from shoal.experts.server.replicas import AVERAGE, STATE, MeetingRequest, Replicas
+from shoal.experts.server.server import ExpertServer
 from shoal.tensors import TensorSpec, pack
 from shoal.transport import Endpoint, Head, Membership, Reply, SwarmSecret
 

@@ -24,7 +24,7 @@ from shoal.core import (
 )
 from shoal.experts import HostingConfig, hosted, wire
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import JobKind
+from shoal.experts.server.jobs import JobKind
 from shoal.experts.settings import ClientSettings, ServerSettings
 from shoal.tensors import EncodedMeta, TensorSpec
 from shoal.transport import StreamTransport

@@ -4,7 +4,7 @@ import torch
 from experts.fake_client import peer_at
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.shares import Share, is_finite, sum_by_sample
+from shoal.experts.client.batch import Share, is_finite, sum_by_sample
 
 
 def test_sums_of_several_dimensions_and_of_none():

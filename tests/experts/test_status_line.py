@@ -1,4 +1,4 @@
-from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.experts.server.metrics import ExpertMoment, Moment
 
 
 def expert(uid, num, num_clipped=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.core import Deadline, run_virtual, running_clock
-from shoal.experts.stragglers import Call, Patience, ask_all
+from shoal.experts.client.batch import Call, Patience, ask_all
 
 NEVER = 10_000
 

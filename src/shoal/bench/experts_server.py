@@ -20,13 +20,12 @@ from shoal.bench.children import Parent, end_with_parent
 from shoal.bench.crew import serve
 from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
 from shoal.core import Address, LoopThread
-from shoal.experts.classes import expert_class, make_expert
+from shoal.experts.classes import TrainingSettings, expert_class, make_expert
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import JobKind
 from shoal.experts.schema import Example
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.jobs import JobKind
+from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
-from shoal.experts.training import TrainingSettings
 from shoal.transport import Endpoint, Head, Limits, Reply
 
 _LOCAL_S = 0.4  # of one measurement: shorter ones are mostly noise

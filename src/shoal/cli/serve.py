@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
     from shoal.core.run_options import OptionInfo
     from shoal.experts.config import HostingConfig
-    from shoal.experts.hosting import Hosting
-    from shoal.experts.status_line import Moment
+    from shoal.experts.server.hosting import Hosting
+    from shoal.experts.server.metrics import Moment
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6
@@ -98,7 +98,7 @@ def serve(
         lists = (_path(told.allow_file), _path(told.deny_file))
         member = member_of(identity, _path(told.secret_file), lists, is_insecure=told.insecure)
         told = _with_address(told, is_open=told.insecure or member.membership is not None)
-        from shoal.experts.hosting import hosted
+        from shoal.experts.server.hosting import hosted
 
         with hosted(told, identity, member.membership) as (hosting, loop):
             startup_s = SYSTEM_CLOCK.now_s() - began_s

@@ -6,45 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.experts.checkpoints import Checkpoints
-    from shoal.experts.classes import ExpertClass, expert_class, make_expert
-    from shoal.experts.client import ExpertClient
+    from shoal.experts.classes import ExpertClass, TrainingSettings, expert_class, make_expert
+    from shoal.experts.client.batch import LastCall, NotEnoughExperts
+    from shoal.experts.client.client import ExpertClient, RemoteExpert
     from shoal.experts.config import HostingConfig
-    from shoal.experts.errors import RefusedUpdate
-    from shoal.experts.expert import Expert
-    from shoal.experts.hosting import Hosting, hosted
-    from shoal.experts.last_call import LastCall, NotEnoughExperts
-    from shoal.experts.mixture import MixtureOfExperts
-    from shoal.experts.mixture_settings import MixtureSettings
-    from shoal.experts.remote import RemoteExpert
+    from shoal.experts.expert import Expert, RefusedUpdate
+    from shoal.experts.mixture import MixtureOfExperts, SwitchMixtureOfExperts, SwitchSettings
     from shoal.experts.schema import ExpertSchema
-    from shoal.experts.server import ExpertServer
-    from shoal.experts.settings import ClientSettings, ServerSettings
-    from shoal.experts.switch import SwitchMixtureOfExperts, SwitchSettings
-    from shoal.experts.training import TrainingSettings
+    from shoal.experts.server.checkpoints import Checkpoints
+    from shoal.experts.server.hosting import Hosting, hosted
+    from shoal.experts.server.server import ExpertServer
+    from shoal.experts.settings import ClientSettings, MixtureSettings, ServerSettings
 
 _HOMES = {
-    "Checkpoints": "checkpoints",
+    "Checkpoints": "server.checkpoints",
     "ClientSettings": "settings",
     "Expert": "expert",
     "ExpertClass": "classes",
-    "ExpertClient": "client",
+    "ExpertClient": "client.client",
     "ExpertSchema": "schema",
-    "ExpertServer": "server",
-    "Hosting": "hosting",
+    "ExpertServer": "server.server",
+    "Hosting": "server.hosting",
     "HostingConfig": "config",
-    "LastCall": "last_call",
+    "LastCall": "client.batch",
     "MixtureOfExperts": "mixture",
-    "MixtureSettings": "mixture_settings",
-    "NotEnoughExperts": "last_call",
-    "RefusedUpdate": "errors",
-    "RemoteExpert": "remote",
+    "MixtureSettings": "settings",
+    "NotEnoughExperts": "client.batch",
+    "RefusedUpdate": "expert",
+    "RemoteExpert": "client.client",
     "ServerSettings": "settings",
-    "SwitchMixtureOfExperts": "switch",
-    "SwitchSettings": "switch",
-    "TrainingSettings": "training",
+    "SwitchMixtureOfExperts": "mixture",
+    "SwitchSettings": "mixture",
+    "TrainingSettings": "classes",
     "expert_class": "classes",
-    "hosted": "hosting",
+    "hosted": "server.hosting",
     "make_expert": "classes",
 }
 """Files that are loaded when one of their names is first used: nearly all of them need torch."""

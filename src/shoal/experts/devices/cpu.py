@@ -15,8 +15,7 @@ from shoal.experts.devices.device import (
     received_tensors,
     taken_apart,
 )
-from shoal.experts.jobs import Job, JobKind, Outcome
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
 from shoal.experts.settings import ServerSettings
 
 _APART_FROM_BYTES = 1 << 20

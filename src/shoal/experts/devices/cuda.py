@@ -30,8 +30,7 @@ from shoal.experts.devices.device import (
     places,
     received_tensors,
 )
-from shoal.experts.jobs import Job, JobKind, Outcome
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta, TensorSpec, unpack
 from shoal.tensors.codecs.base import PLAIN

@@ -15,8 +15,7 @@ import torch
 
 from shoal.core import RemoteFailure, ShoalError
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind, Outcome
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import from_wire, make_wire_codec, to_wire
 from shoal.transport.messages import Head

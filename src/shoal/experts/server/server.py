@@ -7,10 +7,12 @@ beside the server by `hosting`. Handlers run on the endpoint's loops; the device
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -30,13 +32,10 @@ from shoal.core import (
     TensorError,
     UsageError,
 )
-from shoal.experts.counts import ServerStatistics
 from shoal.experts.devices.cpu import CpuDevice
 from shoal.experts.devices.device import Device, Results, explained
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind, JobQueue, Outcome, Waiter
-from shoal.experts.kept import Applied, KeptInputs
-from shoal.experts.quick import QuickWork
+from shoal.experts.server.jobs import Applied, Job, JobKind, JobQueue, KeptInputs, Outcome, Waiter
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import (
     BACKWARD,
@@ -405,3 +404,87 @@ def _memory_bytes() -> int:
 
 def _leaving() -> PeerLeaving:
     return PeerLeaving("this server is leaving.", next_step="ask another peer that serves the expert.")
+
+
+_QUICK_S = 250e-6  # about what the way there and back takes when the caches are cold
+_SMALL_BYTES = 32 << 10  # what a network's loop can do in between
+_NUM_LATEST = 16
+
+
+class QuickWork:
+    """Who computes: one thread at a time, that of the device or that of a loop with something quick."""
+
+    def __init__(self) -> None:
+        self.device = threading.Lock()
+        """Held by whoever touches an expert."""
+        self._seconds: dict[tuple[str, JobKind], float] = {}
+        self._latest: dict[tuple[str, JobKind], collections.deque[float]] = {}
+
+    def try_begin(self, job: Job) -> bool:
+        """Whether this thread may compute the job now; who may says `end` afterwards. Never waits."""
+        return (
+            self._seconds.get((job.expert.uid, job.kind), math.inf) <= _QUICK_S
+            and _is_small(job)
+            and self.device.acquire(blocking=False)
+        )
+
+    def end(self, job: Job, seconds: float) -> None:
+        """The job is computed, and has taken so long."""
+        self.device.release()
+        self.learn(job, seconds)
+
+    def learn(self, job: Job, seconds: float) -> None:
+        """A batch with this job has taken so long."""
+        if _is_small(job):
+            key = (job.expert.uid, job.kind)
+            latest = self._latest.setdefault(key, collections.deque(maxlen=_NUM_LATEST))
+            latest.append(seconds)
+            # not their mean: threads that take turns make single ones seem slow
+            self._seconds[key] = sorted(latest)[len(latest) // 4]
+
+
+def _is_small(job: Job) -> bool:
+    """As it came and as it is: what is compressed may become large."""
+    size_bytes = sum(len(buffer) for _, buffers in job.received for buffer in buffers)
+    return size_bytes <= _SMALL_BYTES and all(
+        meta.codec == PLAIN for metas, _ in job.received for meta in metas
+    )
+
+
+class ServerStatistics:
+    """Counts of requests that were answered; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_forward = 0
+        self.num_backward = 0
+        self.num_forward_samples = 0
+        self.num_backward_samples = 0
+        self.num_failed = 0
+        self.num_batches = 0
+        self.busy_s = 0.0
+        """That the device thread has spent on batches."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of forward and backward requests."""
+        return self.num_forward_samples + self.num_backward_samples
+
+    def count(self, results: Sequence[tuple[Job, object]]) -> None:
+        """Requests are answered, with an exception where they failed."""
+        with self._lock:
+            for job, outcome in results:
+                if isinstance(outcome, Exception):
+                    self.num_failed += 1
+                elif job.kind is JobKind.FORWARD:
+                    self.num_forward += 1
+                    self.num_forward_samples += job.num_samples
+                else:
+                    self.num_backward += 1
+                    self.num_backward_samples += job.num_samples
+
+    def count_batch(self, expert: Expert, busy_s: float) -> None:
+        """The device thread has spent so long on one more batch."""
+        self.num_batches += 1
+        self.busy_s += busy_s
+        expert.statistics.busy_s += busy_s

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shoal.core import Deadline
-from shoal.dht.declaring import expert_entries
+from shoal.core import Deadline, UsageError
+from shoal.dht.declaring import ExpertAddress, expert_entries, get_experts
 from shoal.dht.keeping import Kept
 from shoal.dht.node import DHT
 from shoal.dht.ownership import reserved
 from shoal.dht.records import Entry
+from shoal.dht.uids import ExpertUid
+
+if TYPE_CHECKING:
+    from shoal.dht.node import DHT
 
 log = logging.getLogger(__name__)
+
 
 _LATER_S = 0.05  # of two records of one peer the one that expires later counts
 _SHORT_LIFETIME_S = 10.0
@@ -76,3 +82,20 @@ class Publishing:
         self._was_client = False
         self._latest_s = max(self._latest_s, expires_at_s)
         return expert_entries(self._dht, uids, expires_at_s)
+
+
+async def who_serves(dht: DHT, uids: Sequence[str]) -> list[ExpertAddress | None]:
+    """Where each of these experts can be called, at all who serve it; None for those that nobody serves.
+
+    DeadlineExceeded or PeerUnreachable when that could not be found out: it is not taken for absence.
+    """
+    return await get_experts(dht, uids, latest=True, must_end=True)
+
+
+def is_in_grid(uid: str) -> bool:
+    """Whether an expert can be found in the DHT: a plain name such as `expert0` cannot."""
+    try:
+        ExpertUid.of(uid)
+    except UsageError:
+        return False
+    return True

@@ -31,22 +31,20 @@ from shoal.core.identity import Identity
 from shoal.core.placement import num_cores
 from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
-from shoal.experts.adopting import Adopting
-from shoal.experts.checkpoints import Checkpoints, Saver
-from shoal.experts.choosing import choose_uids
 from shoal.experts.config import HostingConfig
 from shoal.experts.expert import Expert
-from shoal.experts.making import ExpertMaker
-from shoal.experts.metrics import MetricsServer, metrics_text
-from shoal.experts.publishing import Publishing
-from shoal.experts.replicas import Replicas
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.assignment import Adopting, ExpertMaker, choose_uids
+from shoal.experts.server.checkpoints import Checkpoints, Saver
+from shoal.experts.server.metrics import ExpertMoment, MetricsServer, Moment, metrics_text
+from shoal.experts.server.publishing import Publishing
+from shoal.experts.server.replicas import Replicas
+from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
-from shoal.experts.status_line import ExpertMoment, Moment
 from shoal.transport import Endpoint, Limits, Membership
 from shoal.transport.limits import GIB, MIB
 
 log = logging.getLogger(__name__)
+
 
 _MAX_LOOPS = 8
 _DECLARE_S, _WITHDRAW_S = 60.0, 10.0

@@ -1,4 +1,4 @@
-"""What a client has seen of each server: how fast it answers, how long its line is, whether it fails."""
+"""What a client has seen of each server: how fast it answers, how long its queue is, whether it fails."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Several peers serve one expert: they find each other in the DHT, and every while two of them average.
 
 Each peer looks up who else serves its experts and meets one of them after another, in a ring of peer ids. An
-expert has one meeting at a time; whoever asks meanwhile is told 'busy', and is met another time. What is said
-in a meeting is `meetings`'.
+expert has one meeting at a time; whoever asks meanwhile is told 'busy', and is met another time.
 
 Only peers that the expert's own record in the DHT named when this peer last looked may average with it. In a
 swarm with a secret they are known by ids that are proven. Without one, which is on this machine alone unless
@@ -39,16 +38,17 @@ from shoal.core import (
     UsageError,
     fanout,
 )
-from shoal.experts.meetings import StateHead, answer_average, answer_state, average, copy_state
-from shoal.experts.serving_peers import is_in_grid, who_serves
+from shoal.experts.server.averaging import StateHead, answer_average, answer_state, average, copy_state
+from shoal.experts.server.publishing import is_in_grid, who_serves
 from shoal.transport import Channel, Head, Reply
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
     from shoal.experts.expert import Expert
-    from shoal.experts.server import ExpertServer
+    from shoal.experts.server.server import ExpertServer
 
 log = logging.getLogger(__name__)
+
 
 AVERAGE = "expert.average"
 STATE = "expert.state"

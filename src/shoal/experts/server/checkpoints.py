@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 from shoal.core import CheckpointError, LoopThread, ShoalError, UsageError
 from shoal.core.files import sha256_of
-from shoal.experts.fitting import is_finite
-from shoal.experts.state import ExpertState
+from shoal.experts.state import ExpertState, is_finite
 from shoal.tensors.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -35,9 +34,10 @@ from shoal.tensors.checkpoint import (
 
 if TYPE_CHECKING:
     from shoal.experts.expert import Expert
-    from shoal.experts.server import ExpertServer
+    from shoal.experts.server.server import ExpertServer
 
 log = logging.getLogger(__name__)
+
 
 _STATE = "expert"
 _UID = re.compile(r"\w[\w-]*(\.[\w-]+)*")
