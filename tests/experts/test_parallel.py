@@ -5,7 +5,7 @@ from experts.fake_client import FakeClient, peer_at, plain_schema
 from shoal.core import LoopThread
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.client.batch import ExpertRound, sum_by_sample
+from shoal.experts.client.batch import BatchCall, sum_by_sample
 from shoal.experts.client.directory import Directory
 from shoal.experts.client.routing import Routes
 from shoal.experts.settings import MixtureSettings
@@ -23,7 +23,10 @@ def batch():
             client.add(str(expert.uid), torch.nn.Identity(), plain_schema(2))
         routes = Routes(experts, torch.tensor([[0, 1], [2, 1], [1, -1]]), torch.tensor([[0], [1], [2]]))
         directory = Directory(client, "ffn", (3,))
-        yield client, ExpertRound(directory, MixtureSettings(k_best=2), routes, plain_schema(2))
+        yield (
+            client,
+            BatchCall(directory, MixtureSettings(k_best=2), routes, plain_schema(2), torch.device("cpu")),
+        )
 
 
 def test_samples_are_grouped_by_expert(batch):

@@ -4,13 +4,13 @@ import torch
 from experts.fake_client import peer_at
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.client.batch import Share, is_finite, sum_by_sample
+from shoal.experts.client.batch import ExpertPart, is_finite, sum_by_sample
 
 
 def test_sums_of_several_dimensions_and_of_none():
     expert = ExpertAddress(ExpertUid("ffn", (1,)), (peer_at(1),), 0.0)
-    first = Share(expert, torch.tensor([0, 2]), torch.tensor([0, 5]))
-    second = Share(expert, torch.tensor([2]), torch.tensor([4]))
+    first = ExpertPart(expert, torch.tensor([0, 2]), torch.tensor([0, 5]))
+    second = ExpertPart(expert, torch.tensor([2]), torch.tensor([4]))
     ones, twos = torch.ones(2, 3, 4), 2 * torch.ones(1, 3, 4)
     total = sum_by_sample([first, second], [ones, twos], (3, 2))
     assert total[:, 0, 0].tolist() == [1, 0, 3]

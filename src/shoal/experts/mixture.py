@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.dht import Swarm
-from shoal.experts.client.batch import Called, LastCall, RemoteGrid
+from shoal.experts.client.batch import BatchCall, LastCall, RemoteGrid
 from shoal.experts.client.client import ExpertClient
 from shoal.experts.settings import MixtureSettings, WhenNoneAnswers
 
@@ -53,13 +53,13 @@ class MixtureOfExperts(nn.Module):
         NotEnoughExperts when a sample has fewer than `k_min` answers after all tries.
         """
         scores = self.gate(x)
-        called = self.experts.call(scores, (x, *args), kwargs)
-        return called.mixed(self._weights(scores, called), x.dtype)
+        batch = self.experts.call(scores, (x, *args), kwargs)
+        return batch.mixed(self._weights(scores, batch), x.dtype)
 
-    def _weights(self, scores: torch.Tensor, called: Called) -> torch.Tensor:
+    def _weights(self, scores: torch.Tensor, batch: BatchCall) -> torch.Tensor:
         """Of each slot [batch, k]; zero where there is no answer, also for a sample that has none."""
-        is_answered = called.is_answered
-        logits = self.gate.logits(scores, called.coordinates).masked_fill(~is_answered, -torch.inf)
+        is_answered = batch.is_answered
+        logits = self.gate.logits(scores, batch.coordinates).masked_fill(~is_answered, -torch.inf)
         logits = logits.masked_fill(~is_answered.any(1, keepdim=True), 0.0)
         return logits.softmax(1).masked_fill(~is_answered, 0.0)
 
@@ -135,17 +135,17 @@ class SwitchMixtureOfExperts(nn.Module):
         """`x` plus the answer of each sample's expert; and the loss."""
         axes = self._scores(x)
         probabilities = [axis.softmax(1) for axis in axes]
-        called = self.experts.call(torch.cat(axes, 1), (x, *args), kwargs)
-        coordinates = called.coordinates.squeeze(1)
+        batch = self.experts.call(torch.cat(axes, 1), (x, *args), kwargs)
+        coordinates = batch.coordinates.squeeze(1)
         chosen = [axis.gather(1, coordinates[:, at : at + 1]) for at, axis in enumerate(probabilities)]
-        weights = math.prod(chosen[1:], start=chosen[0]).masked_fill(~called.is_answered, 0.0)
-        answer = called.mixed(weights, x.dtype) if called.has_schema else torch.zeros_like(x)
+        weights = math.prod(chosen[1:], start=chosen[0]).masked_fill(~batch.is_answered, 0.0)
+        answer = batch.mixed(weights, x.dtype) if batch.has_schema else torch.zeros_like(x)
         if not isinstance(answer, torch.Tensor) or answer.shape != x.shape:
             raise UsageError(
                 f"A switch adds its input {list(x.shape)} to what experts answer, which is of another shape.",
                 next_step="use experts that give one tensor as large as their first input.",
             )
-        return x + answer, self._balance(probabilities, coordinates, called)
+        return x + answer, self._balance(probabilities, coordinates, batch)
 
     def _scores(self, x: torch.Tensor) -> list[torch.Tensor]:
         settings = self.settings
@@ -157,10 +157,10 @@ class SwitchMixtureOfExperts(nn.Module):
         return axes
 
     def _balance(
-        self, probabilities: Sequence[torch.Tensor], coordinates: torch.Tensor, called: Called
+        self, probabilities: Sequence[torch.Tensor], coordinates: torch.Tensor, batch: BatchCall
     ) -> torch.Tensor:
         """Number of coordinates × part of the samples × mean probability, summed over each axis and all."""
-        routed = coordinates[called.is_routed.squeeze(1)]
+        routed = coordinates[batch.is_routed.squeeze(1)]
         losses = []
         for axis, (probability, running) in enumerate(zip(probabilities, self.utilization, strict=True)):
             counts = torch.bincount(routed[:, axis], minlength=len(running))
