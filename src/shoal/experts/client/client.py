@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shoal.core import (
+    SYSTEM_CLOCK,
     Address,
     Deadline,
     DeadlineExceeded,
@@ -39,7 +40,7 @@ from shoal.core import (
     fanout,
 )
 from shoal.dht import DHT, Swarm, get_experts
-from shoal.experts.client.servers import Standings
+from shoal.experts.client.servers import KnownServer, KnownServers
 from shoal.experts.schema import ExpertSchema
 from shoal.experts.settings import ClientSettings
 from shoal.experts.wire import (
@@ -59,6 +60,7 @@ from shoal.experts.wire import (
 from shoal.tensors import TensorSpec
 from shoal.tensors.dtypes import dtype_name
 from shoal.transport import Membership, Reply, StreamTransport
+from shoal.transport.streams.blocking import MAX_CALL_BYTES, BlockingCaller
 
 T = TypeVar("T")
 
@@ -67,6 +69,7 @@ _FIRST_PAUSE_S = 0.01
 _MAX_PAUSE_S = 1.0
 _MAX_SENDS = 4  # of one backward whose connection breaks
 _MAX_INFOS = 100_000
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -83,15 +86,27 @@ class Forwarded(msgspec.Struct, frozen=True):
     num_samples: int = 0
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """One request, however often it is sent."""
+class _Call:
+    """One request of a `kind`, forward or backward, however often it is sent.
 
-    method: str
-    request: Any
-    buffers: Sequence[Any]
-    sent_bytes: int
-    check: Callable[[Answer], object]
-    """Raises TensorError for an answer that is none."""
+    `check` raises TensorError for an answer that is none.
+    """
+
+    __slots__ = ("buffers", "check", "kind", "method", "request", "sent_bytes")
+
+    def __init__(
+        self,
+        kind: str,
+        request: Any,
+        buffers: Sequence[Any],
+        check: Callable[[Answer], object],
+    ) -> None:
+        self.kind = kind
+        self.method = FORWARD if kind == "forward" else BACKWARD
+        self.request = request
+        self.buffers = buffers
+        self.sent_bytes = sum(map(len, buffers))
+        self.check = check
 
 
 class ExpertClient:
@@ -116,7 +131,8 @@ class ExpertClient:
         self._given_loop = loop
         self._run: Callable[..., Any] | None = None
         self._transport: StreamTransport | None = None
-        self._standings = Standings(self.settings)
+        self._blocking: BlockingCaller | None = None
+        self._servers = KnownServers(self.settings)
         self._infos: dict[str, Info] = {}
         self._closing = contextlib.ExitStack()
         self._lock = threading.RLock()
@@ -137,6 +153,8 @@ class ExpertClient:
                 loop.run(self._transport.__aenter__())
                 closing.callback(_close_on, loop, self._transport)
                 self._run = loop.run
+            self._blocking = BlockingCaller(self._transport)
+            closing.callback(self._blocking.close)
             closing.callback(setattr, self, "_run", None)
             self._closing = closing.pop_all()
         return self
@@ -179,6 +197,74 @@ class ExpertClient:
             )
         return self.swarm.dht
 
+    def forward_blocking(
+        self,
+        uid: str,
+        peers: Sequence[Peer],
+        inputs: Sequence[torch.Tensor],
+        *,
+        deadline: Deadline | None = None,
+        is_kept: bool,
+    ) -> Forwarded:
+        """As `forward`; a small call to a known expert at one peer is made by the calling thread itself."""
+        info = self._infos.get(uid)
+        if info is not None and len(peers) == 1 and self._can_block:
+            num_samples = _num_samples(info, inputs)
+            if num_samples is not None:
+                call = self._forward_call(uid, info.schema, inputs, num_samples, is_kept=is_kept)
+                answered = self._try_blocking(peers[0], call, deadline)
+                if answered is not None:
+                    outputs: list[Any] = answered[1]
+                    return Forwarded(
+                        uid, peers[0], outputs, answered[2], call.request.keep_as, num_samples=num_samples
+                    )
+        return self.run(self.forward(uid, peers, inputs, deadline=deadline, is_kept=is_kept))
+
+    def backward_blocking(
+        self,
+        forwarded: Forwarded,
+        inputs: Sequence[torch.Tensor],
+        grad_outputs: Sequence[torch.Tensor],
+        *,
+        deadline: Deadline | None = None,
+    ) -> list[torch.Tensor | None]:
+        """As `backward`; a small call is made by the calling thread itself."""
+        if forwarded.parts or not self._can_block:
+            return self.run(self.backward(forwarded, inputs, grad_outputs, deadline=deadline))
+        call = self._backward_call(forwarded, inputs, grad_outputs)
+        with contextlib.suppress(PeerLost):  # then it is sent again under the same id
+            answered = self._try_blocking(forwarded.peer, call, deadline)
+            if answered is not None and not answered[0].is_missing_inputs:
+                return answered[1]
+        return self.run(self._backward(forwarded, call, inputs, deadline))
+
+    @property
+    def _can_block(self) -> bool:
+        return self._codec is None and self._blocking is not None and self._blocking.is_open
+
+    def _try_blocking(
+        self, peer: Peer, call: _Call, deadline: Deadline | None
+    ) -> tuple[Answer, list[torch.Tensor | None], float] | None:
+        """One call on this thread; None when it is not small, or the peer is busy."""
+        if call.sent_bytes > MAX_CALL_BYTES or self._blocking is None:
+            return None
+        server = self._servers.of(peer)
+        if deadline is None:
+            timeout_s = server.timeout_s(call.kind, 2 * call.sent_bytes)
+            deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_s)
+        server.begin()
+        began_s = time.monotonic()
+        try:
+            reply = self._blocking.call(peer, call.method, call.request, call.buffers, deadline, _ANSWERS)
+            return self._read_answer(peer, server, call, reply.payload, reply.buffers, began_s)
+        except ShoalError as error:
+            self._note_error(server, call, error)
+            if type(error) is PeerBusy:
+                return None
+            raise
+        finally:
+            server.end()
+
     # --- on the loop ---
 
     @property
@@ -190,7 +276,7 @@ class ExpertClient:
 
     def is_suspect(self, peer: Peer) -> bool:
         """Whether the peer failed lately and should be asked last."""
-        return self._standings.is_suspect(peer, time.monotonic())
+        return self._servers.is_suspect(peer, time.monotonic())
 
     async def find(self, uid: str) -> list[Peer]:
         """Who serves an expert, by the DHT; PeerUnreachable when nobody does."""
@@ -257,22 +343,12 @@ class ExpertClient:
             self._infos.pop(uid, None)  # the expert may be another one by now
             info = await self._info_of(uid, peers, deadline)
             num_samples = info.schema.check_inputs(inputs)
-        schema = info.schema
         if num_samples > info.max_batch_size:
             forward = functools.partial(
                 self.forward, uid, peers, deadline=deadline, is_kept=is_kept, accept=accept
             )
             return await _in_parts(forward, inputs, num_samples, info.max_batch_size)
-        metas, buffers = to_wire(inputs, self._codec)
-        keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
-        request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
-        call = _Call(
-            FORWARD,
-            request,
-            buffers,
-            sum(map(len, buffers)),
-            lambda answer: schema.check_outputs(_specs(answer), num_samples),
-        )
+        call = self._forward_call(uid, info.schema, inputs, num_samples, is_kept=is_kept)
 
         async def ask(peer: Peer) -> Forwarded:
             _, tensors, seconds = await self._ask(peer, call, deadline)
@@ -282,9 +358,27 @@ class ExpertClient:
                     accept(outputs)
                 except TensorError as error:
                     raise self._unbelievable(peer, uid, error) from None
-            return Forwarded(uid, peer, outputs, seconds, keep_as, num_samples=num_samples)
+            return Forwarded(uid, peer, outputs, seconds, call.request.keep_as, num_samples=num_samples)
 
         return await (ask(peers[0]) if len(peers) == 1 else self._first_answer(peers, ask, deadline))
+
+    def _forward_call(
+        self,
+        uid: str,
+        schema: ExpertSchema,
+        inputs: Sequence[torch.Tensor],
+        num_samples: int,
+        *,
+        is_kept: bool,
+    ) -> _Call:
+        metas, buffers = to_wire(inputs, self._codec)
+        keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
+        request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
+
+        def check(answer: Answer) -> None:
+            schema.check_outputs(_specs(answer), num_samples)
+
+        return _Call("forward", request, buffers, check)
 
     async def backward(
         self,
@@ -300,27 +394,36 @@ class ExpertClient:
         """
         if forwarded.parts:
             return await self._backward_in_parts(forwarded.parts, inputs, grad_outputs, deadline)
-        uid, peer = forwarded.uid, forwarded.peer
-        grad_metas, grad_buffers = to_wire(grad_outputs, self._codec)
+        return await self._backward(
+            forwarded, self._backward_call(forwarded, inputs, grad_outputs), inputs, deadline
+        )
+
+    def _backward_call(
+        self, forwarded: Forwarded, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
+    ) -> _Call:
+        metas, buffers = to_wire(grad_outputs, self._codec)
         request = BackwardRequest(
-            uid,
+            forwarded.uid,
             secrets.token_bytes(ID_BYTES),
-            grad_metas,  # type: ignore[arg-type]
+            metas,  # type: ignore[arg-type]
             kept_as=forwarded.kept_as,
             codec=self.settings.codec,
         )
-        buffers: Sequence[Any] = grad_buffers
-        if not forwarded.kept_as:
-            request, buffers = self._with_inputs(request, grad_buffers, inputs)
+        call = _Call("backward", request, buffers, functools.partial(_check_gradients, inputs=inputs))
+        return call if forwarded.kept_as else self._with_inputs(call, inputs)
+
+    def _with_inputs(self, call: _Call, inputs: Sequence[torch.Tensor]) -> _Call:
+        metas, buffers = to_wire(inputs, self._codec)
+        request = msgspec.structs.replace(call.request, inputs=metas, kept_as=b"")
+        return _Call(call.kind, request, [*call.buffers, *buffers], call.check)
+
+    async def _backward(
+        self, forwarded: Forwarded, call: _Call, inputs: Sequence[torch.Tensor], deadline: Deadline | None
+    ) -> list[torch.Tensor | None]:
+        """Send a backward until it is answered, with its inputs when the server lacks them."""
+        uid, peer = forwarded.uid, forwarded.peer
         num_lost = 0
         while True:
-            call = _Call(
-                BACKWARD,
-                request,
-                buffers,
-                sum(map(len, buffers)),
-                functools.partial(_check_gradients, inputs=inputs),
-            )
             try:
                 answer, tensors, _ = await self._ask(peer, call, deadline)
             except PeerLost:
@@ -329,11 +432,10 @@ class ExpertClient:
                     raise
                 continue
             if not answer.is_missing_inputs:
-                break
-            if request.inputs:
+                return tensors
+            if call.request.inputs:
                 raise ProtocolError(f"{peer} asks for inputs of {uid} that it was sent.")
-            request, buffers = self._with_inputs(request, grad_buffers, inputs)
-        return tensors
+            call = self._with_inputs(call, inputs)
 
     async def _backward_in_parts(
         self,
@@ -354,22 +456,15 @@ class ExpertClient:
             None if several[0] is None else torch.cat(several) for several in zip(*gradients, strict=True)
         ]
 
-    def _with_inputs(
-        self, request: BackwardRequest, grad_buffers: Sequence[Any], inputs: Sequence[torch.Tensor]
-    ) -> tuple[BackwardRequest, list[Any]]:
-        metas, buffers = to_wire(inputs, self._codec)
-        return msgspec.structs.replace(request, inputs=metas, kept_as=b""), [*grad_buffers, *buffers]
-
     async def _ask(
         self, peer: Peer, call: _Call, deadline: Deadline | None
     ) -> tuple[Answer, list[torch.Tensor | None], float]:
         """One call to one peer, made again while that says 'busy'."""
-        kind = "forward" if call.method == FORWARD else "backward"
-        standing = self._standings.of(peer)
+        server = self._servers.of(peer)
         if deadline is None:
-            deadline = Deadline.after(standing.timeout_s(kind, 2 * call.sent_bytes))
+            deadline = Deadline.after(server.timeout_s(call.kind, 2 * call.sent_bytes))
         pause_s = _FIRST_PAUSE_S
-        standing.num_in_flight += 1
+        server.begin()
         try:
             while True:
                 began_s = time.monotonic()
@@ -377,43 +472,51 @@ class ExpertClient:
                     reply = await self.transport.call(
                         peer, call.method, call.request, call.buffers, deadline=deadline
                     )
+                    answer = _read(reply, Answer, peer)
+                    return self._read_answer(peer, server, call, answer, reply.buffers, began_s)
                 except asyncio.CancelledError:
-                    if kind == "forward":
-                        standing.on_overtaken(time.monotonic() - began_s, time.monotonic())
+                    if call.kind == "forward":
+                        server.on_overtaken(time.monotonic() - began_s, time.monotonic())
                     raise
-                except PeerLeaving:
-                    standing.on_failure(time.monotonic())
-                    raise
-                except PeerBusy:
+                except ShoalError as error:
+                    self._note_error(server, call, error)
                     pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
                     wait_s = pause_s * (0.5 + self.transport.network.random.random())
-                    if wait_s >= deadline.remaining_s:
+                    if type(error) is not PeerBusy or wait_s >= deadline.remaining_s:
                         raise
                     await asyncio.sleep(wait_s)
-                    continue
-                except DeadlineExceeded:
-                    standing.on_late(kind, time.monotonic())
-                    raise
-                except (PeerLost, PeerUnreachable, ProtocolError):
-                    standing.on_failure(time.monotonic())
-                    raise
-                except PeerRefused:
-                    self._infos.pop(call.request.uid, None)
-                    raise
-                seconds = time.monotonic() - began_s
-                answer = _read(reply, Answer, peer)
-                try:
-                    call.check(answer)  # before it is decoded: what is compressed may become large
-                    tensors = from_wire(answer.tensors, reply.buffers)
-                except TensorError as error:
-                    raise self._unbelievable(peer, call.request.uid, error) from None
-                moved_bytes = call.sent_bytes + sum(map(len, reply.buffers))
-                # a server's word on itself: no longer than the call, and never a gain
-                waited_s = answer.waited_s if 0 <= answer.waited_s <= seconds else seconds
-                standing.on_answer(kind, seconds, moved_bytes, waited_s)
-                return answer, tensors, seconds
         finally:
-            standing.num_in_flight -= 1
+            server.end()
+
+    def _note_error(self, server: KnownServer, call: _Call, error: ShoalError) -> None:
+        """Remember of a server that a call to it has failed, where that says something of the server."""
+        if isinstance(error, DeadlineExceeded):
+            server.on_late(call.kind, time.monotonic())
+        elif isinstance(error, (PeerLeaving, PeerLost, PeerUnreachable, ProtocolError)):
+            server.on_failure(time.monotonic())
+        elif isinstance(error, PeerRefused):
+            self._infos.pop(call.request.uid, None)
+
+    def _read_answer(
+        self,
+        peer: Peer,
+        server: KnownServer,
+        call: _Call,
+        answer: Answer,
+        buffers: Sequence[Any],
+        began_s: float,
+    ) -> tuple[Answer, list[torch.Tensor | None], float]:
+        seconds = time.monotonic() - began_s
+        try:
+            call.check(answer)  # before it is decoded: what is compressed may become large
+            tensors = from_wire(answer.tensors, buffers)
+        except TensorError as error:
+            raise self._unbelievable(peer, call.request.uid, error) from None
+        moved_bytes = call.sent_bytes + sum(map(len, buffers))
+        # a server's word on itself: no longer than the call, and never a gain
+        waited_s = answer.waited_s if 0 <= answer.waited_s <= seconds else seconds
+        server.on_answer(call.kind, seconds, moved_bytes, waited_s)
+        return answer, tensors, seconds
 
     async def _first_answer(
         self, peers: Sequence[Peer], ask: Callable[[Peer], Coroutine[Any, Any, T]], deadline: Deadline | None
@@ -423,7 +526,7 @@ class ExpertClient:
             return await ask(peers[0])
         if not peers:
             raise UsageError("There is no peer to ask.")
-        ranked = self._standings.ranked(peers, time.monotonic())
+        ranked = self._servers.ranked(peers, time.monotonic())
         turns = [asyncio.Event() for _ in ranked]
         turns[0].set()
         calls = [
@@ -444,7 +547,7 @@ class ExpertClient:
         """How long the one before is waited for; None: until it fails."""
         if index == 0 or not self.settings.has_hedges:
             return None
-        return self._standings.of(ranked[index - 1]).hedge_s
+        return self._servers.of(ranked[index - 1]).hedge_s
 
     @staticmethod
     async def _in_turn(
@@ -467,7 +570,7 @@ class ExpertClient:
             raise
 
     def _unbelievable(self, peer: Peer, uid: str, error: ShoalError) -> PeerError:
-        self._standings.of(peer).on_failure(time.monotonic())
+        self._servers.of(peer).on_failure(time.monotonic())
         self._infos.pop(uid, None)  # it may serve another class by now
         return PeerRefused(
             f"{peer} answered for {uid} what is no answer of this expert: {error.what}",
@@ -496,6 +599,15 @@ async def _in_parts(
         parts=tuple(parts),
         num_samples=num_samples,
     )
+
+
+def _num_samples(info: Info, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Of a batch that the expert takes at once; None when it does not, or may not."""
+    try:
+        num_samples = info.schema.check_inputs(inputs)
+    except TensorError:
+        return None
+    return num_samples if num_samples <= info.max_batch_size else None
 
 
 def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:
@@ -601,39 +713,29 @@ class RemoteExpert(nn.Module):
     def call_forward(self, inputs: Sequence[torch.Tensor], *, is_kept: bool) -> Forwarded:
         """One forward call, outside of autograd."""
         deadline = None if self.forward_timeout_s is None else Deadline.after(self.forward_timeout_s)
+        client = self._client
         try:
-            if self._is_looked_up:
-                return self._client.run(self._forward(inputs, deadline, is_kept=is_kept))
-            return self._client.run(
-                self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
-            )
+            return client.forward_blocking(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
         except TensorError as error:
             raise UsageError(
                 f"The expert {self.uid} takes {self.schema.describe_inputs()}, and {error.what}.",
                 next_step="reshape or cast the input.",
             ) from None
-
-    async def _forward(
-        self, inputs: Sequence[torch.Tensor], deadline: Deadline | None, *, is_kept: bool
-    ) -> Forwarded:
-        client = self._client
-        try:
-            return await client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
         except (PeerError, DeadlineExceeded):
-            if deadline is not None and deadline.is_past:
+            if not self._is_looked_up or (deadline is not None and deadline.is_past):
                 raise
-            peers = tuple(await client.find(self.uid))
+            peers = tuple(client.run(client.find(self.uid)))
             if peers == self.peers:
                 raise
             self.peers = peers  # it has moved, or was adopted
-            return await client.forward(self.uid, peers, inputs, deadline=deadline, is_kept=is_kept)
+            return client.forward_blocking(self.uid, peers, inputs, deadline=deadline, is_kept=is_kept)
 
     def call_backward(
         self, forwarded: Forwarded, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """The backward call that belongs to a forward call."""
         deadline = None if self.backward_timeout_s is None else Deadline.after(self.backward_timeout_s)
-        return self._client.run(self._client.backward(forwarded, inputs, grad_outputs, deadline=deadline))
+        return self._client.backward_blocking(forwarded, inputs, grad_outputs, deadline=deadline)
 
 
 class _RemoteCall(torch.autograd.Function):

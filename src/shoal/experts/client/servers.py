@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 
@@ -21,14 +22,15 @@ _HALF_LIFE_S = 2.0  # of what is known of a server's speed
 _RECOVERED = 10.0
 
 
-class Standing:
-    """One server, as this client knows it; lives on the client's loop."""
+class KnownServer:
+    """One server, as this client knows it. For any thread."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._deadlines = {
             method: AdaptiveDeadline(patience=settings.patience, initial_s=settings.first_s, floor_s=_FLOOR_S)
             for method in ("forward", "backward")
         }
+        self._lock = threading.Lock()
         self.num_in_flight = 0
         self.answer_s = 0.0
         """Smoothed, of forward calls."""
@@ -41,11 +43,23 @@ class Standing:
 
     def timeout_s(self, method: str, size_bytes: int) -> float:
         """How long a call with so many bytes may take, both ways counted."""
-        return self._deadlines[method].timeout_s(size_bytes)
+        with self._lock:
+            return self._deadlines[method].timeout_s(size_bytes)
+
+    def begin(self) -> None:
+        """A call to it begins; whoever says so says `end` afterwards."""
+        with self._lock:
+            self.num_in_flight += 1
+
+    def end(self) -> None:
+        """A call to it has ended, whatever became of it."""
+        with self._lock:
+            self.num_in_flight -= 1
 
     def on_answer(self, method: str, seconds: float, size_bytes: int, waited_s: float) -> None:
         """It has answered."""
-        self._deadlines[method].observe(seconds, size_bytes)
+        with self._lock:
+            self._deadlines[method].observe(seconds, size_bytes)
         self.suspect_until_s = 0.0
         self._num_failures = 0
         self._num_overtaken = 0
@@ -71,7 +85,8 @@ class Standing:
     def on_late(self, method: str, now_s: float) -> None:
         """It has not answered in time; calls that were late together are one lateness."""
         if now_s >= self.suspect_until_s and self._num_failures < _MAX_LATER:
-            self._deadlines[method].missed()
+            with self._lock:
+                self._deadlines[method].missed()
         self.on_failure(now_s)
 
     def on_failure(self, now_s: float) -> None:
@@ -95,28 +110,28 @@ class Standing:
         return max(0.02, 3 * self.answer_s) if self.answer_s else 1.0
 
 
-class Standings:
+class KnownServers:
     """All servers that this client has met."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._settings = settings
-        self._standings: dict[object, Standing] = {}
+        self._servers: dict[object, KnownServer] = {}
 
-    def of(self, peer: Peer) -> Standing:
+    def of(self, peer: Peer) -> KnownServer:
         """What is known of a server, by its id where that is known."""
         key = peer.id or peer.address
-        standing = self._standings.get(key)
-        if standing is None:
-            if len(self._standings) >= _MAX_PEERS:
+        server = self._servers.get(key)
+        if server is None:
+            if len(self._servers) >= _MAX_PEERS:
                 self._forget_some()
-            standing = self._standings[key] = Standing(self._settings)
-        return standing
+            server = self._servers.setdefault(key, KnownServer(self._settings))
+        return server
 
     def _forget_some(self) -> None:
         """Half of those that nothing is asked of now, the longest known first."""
-        idle = [key for key, standing in self._standings.items() if standing.num_in_flight == 0]
+        idle = [key for key, server in tuple(self._servers.items()) if server.num_in_flight == 0]
         for key in idle[: len(idle) // 2]:
-            del self._standings[key]
+            self._servers.pop(key, None)
 
     def is_suspect(self, peer: Peer, now_s: float) -> bool:
         """Whether it failed lately."""

@@ -208,7 +208,9 @@ class ExpertServer:
         if not head.sizes:  # then nothing was allocated, and nothing checked
             self._check_forward(head)
         num_samples = request.inputs[0].spec.shape[0]
-        job = Job(JobKind.FORWARD, self._expert(request.uid), num_samples, head.peer, head.deadline)
+        job = Job(
+            JobKind.FORWARD, self._expert(request.uid), num_samples, head.peer.id or head.peer, head.deadline
+        )
         job.received = ((request.inputs, buffers),)
         job.keep_as = request.keep_as
         job.codec = request.codec
@@ -228,7 +230,7 @@ class ExpertServer:
         num_samples = request.grad_outputs[0].spec.shape[0]
         if kept is not None and len(kept[0]) != num_samples:
             raise TensorError(f"gradients for {num_samples} samples, of which {len(kept[0])} were asked")
-        job = Job(JobKind.BACKWARD, expert, num_samples, head.peer, head.deadline)
+        job = Job(JobKind.BACKWARD, expert, num_samples, head.peer.id or head.peer, head.deadline)
         num_grads = sum(map(num_buffers, request.grad_outputs))
         job.received = ((request.grad_outputs, buffers[:num_grads]),)
         if kept is None:
