@@ -555,7 +555,7 @@ def test_a_codec_that_is_none_is_refused_and_nothing_is_done(raw, codec):
 def test_claims_of_absurd_batches_are_refused_before_anything_is_computed(raw):
     with serving(linear_expert(), settings=ServerSettings(max_batch_size=64)) as served:
         for kind in JobKind:
-            served.server._quick._seconds["expert0", kind] = 0.0
+            served.server._inline._is_quick["expert0", kind] = True
         spec = TensorSpec("float32", (10_000_000, 8))
         bomb = wire.ForwardRequest("expert0", (EncodedMeta("top-k", spec, (1,)),))
         with pytest.raises(PeerRefused, match="above this server's 64 a batch"):

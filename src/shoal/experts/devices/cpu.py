@@ -33,10 +33,13 @@ class CpuDevice(Device):
     def compute_here(self, job: Job) -> Outcome | Exception:
         """Where it was received."""
         try:
-            loaded = _load(job)
-        except Exception as error:  # noqa: BLE001 - of what a client has sent
+            inputs, grads = _load(job)
+            outputs = self.compute(job.expert, job.kind, inputs, grads, (job,))
+        except Exception as error:  # noqa: BLE001 - of what a client has sent, or of a module
             return explained(error, job.expert)
-        return self._results([(job, loaded)])[0][1]
+        if job.keep_as and job.kind is JobKind.FORWARD:
+            self._kept.keep(job.keep_as, job.expert.uid, inputs)
+        return encoded(job, outputs)
 
     def start(self, jobs: list[Job]) -> None:
         """Compute small requests together and large ones one by one."""

@@ -55,6 +55,7 @@ class Job:
         "deadline",
         "expert",
         "is_dropped",
+        "is_small",
         "is_taken",
         "keep_as",
         "kept",
@@ -87,6 +88,8 @@ class Job:
         self.turn = 0
         """Where it stands in line: see `JobQueue`."""
         self.waited_s = 0.0
+        self.is_small = False
+        """Whether it may be computed where it arrived."""
         self.is_taken = False
         self.is_dropped = False
         self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []

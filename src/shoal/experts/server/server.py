@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -50,7 +49,7 @@ from shoal.experts.wire import (
     num_buffers,
     specs_of,
 )
-from shoal.tensors import codec_from_name
+from shoal.tensors import EncodedMeta, codec_from_name
 from shoal.tensors.codecs.base import PLAIN
 from shoal.transport import Endpoint, Head, Reply
 
@@ -81,7 +80,7 @@ class ExpertServer:
         self._queue = JobQueue(self.settings, self._wake, self._deliver)
         self._thread = LoopThread("shoal-device")
         self._lock = threading.Lock()
-        self._quick = QuickWork()
+        self._inline = InlineComputing()
         self._is_awake = False
         self._num_open = 0
         self._when_all_sent: Callable[[], object] | None = None
@@ -131,7 +130,7 @@ class ExpertServer:
         """Run blocking torch code on the device's thread, between two batches."""
 
         async def between_batches() -> T:
-            with self._quick.device:
+            with self._inline.device:
                 return self.device.between_batches(work)
 
         return await self._thread.run_from_async(between_batches())
@@ -212,6 +211,7 @@ class ExpertServer:
             JobKind.FORWARD, self._expert(request.uid), num_samples, head.peer.id or head.peer, head.deadline
         )
         job.received = ((request.inputs, buffers),)
+        job.is_small = _is_small(head, request.inputs)
         job.keep_as = request.keep_as
         job.codec = request.codec
         return self._reply_to(job)
@@ -235,6 +235,7 @@ class ExpertServer:
         job.received = ((request.grad_outputs, buffers[:num_grads]),)
         if kept is None:
             job.received += ((request.inputs, buffers[num_grads:]),)
+        job.is_small = _is_small(head, (*request.grad_outputs, *request.inputs))
         job.kept, job.keep_as = kept, request.kept_as
         job.request_id = request.request_id
         job.codec = request.codec
@@ -251,8 +252,8 @@ class ExpertServer:
         """Have a job done, or wait for one that is under way."""
         try:
             self._check_open()
-            can_be_quick = not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here
-            if can_be_quick and self._quick.try_begin(job):
+            can_be_inline = not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here
+            if can_be_inline and self._inline.try_begin(job):
                 return self._reply_at_once(job)
             waiter: Waiter = asyncio.get_running_loop().create_future()
             if not is_again:
@@ -275,8 +276,8 @@ class ExpertServer:
         try:
             outcome = self.device.compute_here(job)
         finally:
-            self._quick.end(job, time.perf_counter() - began_s)
-        ((_, reply),) = self._replies([(job, outcome)])
+            self._inline.end(job, time.perf_counter() - began_s)
+        reply = self._reply(job, outcome)
         if isinstance(reply, Exception):
             self._on_sent()
             raise reply
@@ -341,14 +342,14 @@ class ExpertServer:
     def _start(self, jobs: list[Job]) -> None:
         began_s = time.perf_counter()
         try:
-            with self._quick.device:
+            with self._inline.device:
                 self.device.start(jobs)
         except Exception as error:  # whatever it is, this thread has to go on
             log.exception("a batch of %s could not be computed", jobs[0].expert.uid)
             untold = [job for job in jobs if job.waiters or job.request_id]
             self._deliver([(job, explained(error, job.expert)) for job in untold])
         busy_s = time.perf_counter() - began_s
-        self._quick.learn(jobs[0], busy_s)
+        self._inline.learn(jobs[0], busy_s)
         self.statistics.count_batch(jobs[0].expert, busy_s)
 
     def _sweep(self) -> None:
@@ -362,23 +363,19 @@ class ExpertServer:
 
     def _deliver(self, results: Results) -> None:
         """Tell what became of jobs. For any thread."""
-        self._queue.finish(self._replies(results))
+        self._queue.finish([(job, self._reply(job, outcome)) for job, outcome in results])
 
-    def _replies(self, results: Results) -> list[tuple[Job, Reply | Exception]]:
-        """Take note of what became of jobs, and say it as their clients are told."""
-        replies: list[tuple[Job, Reply | Exception]] = []
-        for job, outcome in results:
-            if isinstance(outcome, Exception):
-                replies.append((job, outcome))
-            else:
-                answer = Answer(outcome[0], job.waited_s)
-                replies.append((job, Reply(answer, outcome[1], on_sent=self._on_sent)))
-            if job.kind is JobKind.BACKWARD:
-                self._applied.end(job, None if isinstance(outcome, Exception) else outcome)
-                if job.keep_as and not isinstance(outcome, Exception):
-                    self.kept.drop(job.keep_as)
-        self.statistics.count(results)
-        return replies
+    def _reply(self, job: Job, outcome: Outcome | Exception) -> Reply | Exception:
+        """Take note of what became of a job, and say it as its clients are told."""
+        is_failed = isinstance(outcome, Exception)
+        if job.kind is JobKind.BACKWARD:
+            self._applied.end(job, None if isinstance(outcome, Exception) else outcome)
+            if job.keep_as and not is_failed:
+                self.kept.drop(job.keep_as)
+        self.statistics.count(job, is_failed=is_failed)
+        if isinstance(outcome, Exception):
+            return outcome
+        return Reply(Answer(outcome[0], job.waited_s), outcome[1], on_sent=self._on_sent)
 
 
 def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:
@@ -408,25 +405,29 @@ def _leaving() -> PeerLeaving:
     return PeerLeaving("this server is leaving.", next_step="ask another peer that serves the expert.")
 
 
-_QUICK_S = 250e-6  # about what the way there and back takes when the caches are cold
+_QUICK_S = 250e-6  # about what the way to the device's thread and back takes when the caches are cold
 _SMALL_BYTES = 32 << 10  # what a network's loop can do in between
 _NUM_LATEST = 16
 
 
-class QuickWork:
-    """Who computes: one thread at a time, that of the device or that of a loop with something quick."""
+class InlineComputing:
+    """Small requests that take less time than handing them to another thread are computed where they arrive.
+
+    What an expert takes is learnt from the requests before; one that has become slow goes back to the
+    device's thread. One thread computes at a time: the device's, or that of a loop.
+    """
 
     def __init__(self) -> None:
         self.device = threading.Lock()
         """Held by whoever touches an expert."""
-        self._seconds: dict[tuple[str, JobKind], float] = {}
-        self._latest: dict[tuple[str, JobKind], collections.deque[float]] = {}
+        self._is_quick: dict[tuple[str, JobKind], bool] = {}
+        self._latest_s: dict[tuple[str, JobKind], collections.deque[float]] = {}
 
     def try_begin(self, job: Job) -> bool:
         """Whether this thread may compute the job now; who may says `end` afterwards. Never waits."""
         return (
-            self._seconds.get((job.expert.uid, job.kind), math.inf) <= _QUICK_S
-            and _is_small(job)
+            job.is_small
+            and self._is_quick.get((job.expert.uid, job.kind), False)
             and self.device.acquire(blocking=False)
         )
 
@@ -437,20 +438,21 @@ class QuickWork:
 
     def learn(self, job: Job, seconds: float) -> None:
         """A batch with this job has taken so long."""
-        if _is_small(job):
-            key = (job.expert.uid, job.kind)
-            latest = self._latest.setdefault(key, collections.deque(maxlen=_NUM_LATEST))
-            latest.append(seconds)
+        if not job.is_small:
+            return
+        key = (job.expert.uid, job.kind)
+        latest_s = self._latest_s.get(key)
+        if latest_s is None:
+            latest_s = self._latest_s[key] = collections.deque(maxlen=_NUM_LATEST)
+        latest_s.append(seconds)
+        if seconds > _QUICK_S or not self._is_quick.get(key):  # else nothing can have changed
             # not their mean: threads that take turns make single ones seem slow
-            self._seconds[key] = sorted(latest)[len(latest) // 4]
+            self._is_quick[key] = sorted(latest_s)[len(latest_s) // 4] <= _QUICK_S
 
 
-def _is_small(job: Job) -> bool:
-    """As it came and as it is: what is compressed may become large."""
-    size_bytes = sum(len(buffer) for _, buffers in job.received for buffer in buffers)
-    return size_bytes <= _SMALL_BYTES and all(
-        meta.codec == PLAIN for metas, _ in job.received for meta in metas
-    )
+def _is_small(head: Head, metas: Sequence[EncodedMeta]) -> bool:
+    """Whether a request is small, as it came and as it is: what is compressed may become large."""
+    return head.total_bytes <= _SMALL_BYTES and all(meta.codec == PLAIN for meta in metas)
 
 
 class ServerStatistics:
@@ -472,18 +474,17 @@ class ServerStatistics:
         """Of forward and backward requests."""
         return self.num_forward_samples + self.num_backward_samples
 
-    def count(self, results: Sequence[tuple[Job, object]]) -> None:
-        """Requests are answered, with an exception where they failed."""
+    def count(self, job: Job, *, is_failed: bool) -> None:
+        """A request is answered."""
         with self._lock:
-            for job, outcome in results:
-                if isinstance(outcome, Exception):
-                    self.num_failed += 1
-                elif job.kind is JobKind.FORWARD:
-                    self.num_forward += 1
-                    self.num_forward_samples += job.num_samples
-                else:
-                    self.num_backward += 1
-                    self.num_backward_samples += job.num_samples
+            if is_failed:
+                self.num_failed += 1
+            elif job.kind is JobKind.FORWARD:
+                self.num_forward += 1
+                self.num_forward_samples += job.num_samples
+            else:
+                self.num_backward += 1
+                self.num_backward_samples += job.num_samples
 
     def count_batch(self, expert: Expert, busy_s: float) -> None:
         """The device thread has spent so long on one more batch."""

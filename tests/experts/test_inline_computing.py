@@ -7,14 +7,14 @@ import torch
 from experts.loopback import client_of, linear_expert, serving
 from shoal.core import Deadline
 from shoal.experts.server.jobs import Job, JobKind
-from shoal.experts.server.server import QuickWork
+from shoal.experts.server.server import InlineComputing
 
 EXPERT = linear_expert("a", 2)
 
 
 def job_of(num_bytes=100, kind=JobKind.FORWARD):
     job = Job(kind, EXPERT, 1, "client", Deadline.never())
-    job.received = (((), [bytes(num_bytes)]),)
+    job.is_small = num_bytes < 1 << 15
     return job
 
 
@@ -26,7 +26,7 @@ def may(work, job):
 
 
 def test_only_what_is_known_to_be_quick_and_small_is_done_at_once():
-    work = QuickWork()
+    work = InlineComputing()
     assert not may(work, job_of())
     work.learn(job_of(), 1e-5)
     assert may(work, job_of())
@@ -38,7 +38,7 @@ def test_only_what_is_known_to_be_quick_and_small_is_done_at_once():
 
 
 def test_nobody_waits_for_a_device_that_is_in_use():
-    work = QuickWork()
+    work = InlineComputing()
     work.learn(job_of(), 1e-5)
     with work.device:
         assert not may(work, job_of())
@@ -56,7 +56,7 @@ def test_quick_experts_answer_on_the_thread_of_the_network_and_count_as_all_do()
     )
     with serving(expert) as served, client_of() as client:
         for kind in JobKind:
-            served.server._quick._seconds[expert.uid, kind] = 0.0
+            served.server._inline._is_quick[expert.uid, kind] = True
         module = client.expert("expert0", served.peer)
         x = torch.randn(2, 8, requires_grad=True)
         module(x).sum().backward()
