@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.core.run_options import OptionInfo
     from shoal.experts.config import HostingConfig
     from shoal.experts.server.hosting import Hosting
-    from shoal.experts.server.metrics import Moment
+    from shoal.experts.server.metrics import HostStatus
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6
@@ -163,7 +163,7 @@ def _watch(hosting: Hosting, loop: LoopThread) -> None:
                 show_line(now.line(before))
 
 
-def _summary(last: Moment) -> dict[str, object]:
+def _summary(last: HostStatus) -> dict[str, object]:
     return {
         "up_s": round(last.up_s, 3),
         "num_experts": len(last.experts),

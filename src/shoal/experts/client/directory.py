@@ -49,7 +49,7 @@ class Directory:
         self._refresh_s = refresh_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._known = KnownGrid(self.prefix.coordinates, self.grid, refresh_s)
+        self._known = GridCache(self.prefix.coordinates, self.grid, refresh_s)
         self._backoff = FailureBackoff()
         self._open: _Open | None = None
         self._refresh_at_s = 0.0
@@ -306,7 +306,7 @@ class Known(Generic[T]):
         self.has_missed = False
 
 
-class KnownGrid:
+class GridCache:
     """Prefixes with the coordinates that they lead to, and experts; times are of one monotonic clock."""
 
     def __init__(self, root: Place, grid: Sequence[int], refresh_s: float) -> None:

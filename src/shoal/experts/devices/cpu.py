@@ -15,7 +15,7 @@ from shoal.experts.devices.device import (
     received_tensors,
     taken_apart,
 )
-from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
+from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
 
 _APART_FROM_BYTES = 1 << 20
@@ -25,7 +25,7 @@ _APART_FROM_BYTES = 1 << 20
 class CpuDevice(Device):
     """Computes on the device thread, with torch's own threads beside it."""
 
-    def __init__(self, settings: ServerSettings, kept: KeptInputs) -> None:
+    def __init__(self, settings: ServerSettings, kept: InputCache) -> None:
         super().__init__("cpu", settings, kept)
 
     can_compute_here = True

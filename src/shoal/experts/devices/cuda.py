@@ -30,7 +30,7 @@ from shoal.experts.devices.device import (
     places,
     received_tensors,
 )
-from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
+from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta, TensorSpec, unpack
 from shoal.tensors.codecs.base import PLAIN
@@ -78,7 +78,7 @@ class PinnedArena:
 class CudaDevice(Device):
     """One GPU."""
 
-    def __init__(self, settings: ServerSettings, kept: KeptInputs) -> None:
+    def __init__(self, settings: ServerSettings, kept: InputCache) -> None:
         if not torch.cuda.is_available():
             raise UsageError(
                 f"There is no GPU for --device {settings.device}.",

@@ -15,7 +15,7 @@ import torch
 
 from shoal.core import RemoteFailure, ShoalError
 from shoal.experts.expert import Expert
-from shoal.experts.server.jobs import Job, JobKind, KeptInputs, Outcome
+from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import from_wire, make_wire_codec, to_wire
 from shoal.transport.messages import Head
@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor | None]
 class Device(ABC):
     """Computes batches; how it does is the subclass's affair."""
 
-    def __init__(self, name: str, settings: ServerSettings, kept: KeptInputs) -> None:
+    def __init__(self, name: str, settings: ServerSettings, kept: InputCache) -> None:
         self.torch_device = torch.device(name)
         self._settings = settings
         self._kept = kept

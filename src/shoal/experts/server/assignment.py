@@ -1,7 +1,7 @@
 """Which experts a host serves: those that it was told to, saved ones, new ones, and those that nobody serves.
 
 At the start `choose_uids` names them and `ExpertMaker` makes them, new or as they were saved. Later
-`Adopting` serves experts again whose servers are gone, from their checkpoints.
+`ExpertAdopter` serves experts again whose servers are gone, from their checkpoints.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ OnAdopted = Callable[[str], Awaitable[object] | None]
 """Told the uid of an expert that is served from now on: to declare it."""
 
 
-class Adopting:
+class ExpertAdopter:
     """Has a server take over experts that nobody serves, up to `max_experts` with those that it has.
 
     Who serves what the folder has is looked up every `every_s`, give or take a half.

@@ -33,9 +33,9 @@ from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
 from shoal.experts.config import HostingConfig
 from shoal.experts.expert import Expert
-from shoal.experts.server.assignment import Adopting, ExpertMaker, choose_uids
+from shoal.experts.server.assignment import ExpertAdopter, ExpertMaker, choose_uids
 from shoal.experts.server.checkpoints import Checkpoints, Saver
-from shoal.experts.server.metrics import ExpertMoment, MetricsServer, Moment, metrics_text
+from shoal.experts.server.metrics import ExpertStatus, HostStatus, MetricsServer, metrics_text
 from shoal.experts.server.publishing import Publishing
 from shoal.experts.server.replicas import Replicas
 from shoal.experts.server.server import ExpertServer
@@ -90,11 +90,11 @@ class Hosting:
         self._server: ExpertServer | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
-        self._adopting: Adopting | None = None
+        self._adopting: ExpertAdopter | None = None
         self._standing = StandingScope("hosting")
         self._closing = contextlib.AsyncExitStack()
         self._began_s = 0.0
-        self._last: Moment | None = None
+        self._last: HostStatus | None = None
 
     async def __aenter__(self) -> Self:
         config = self.config
@@ -171,12 +171,12 @@ class Hosting:
         """Of all experts that are served now."""
         return list(self.server.experts)
 
-    def moment(self) -> Moment:
+    def moment(self) -> HostStatus:
         """How it is now, or was when it was closed. For any thread."""
         if self._server is None and self._last is not None:
             return self._last
         server = self.server
-        return Moment(
+        return HostStatus(
             up_s=SYSTEM_CLOCK.now_s() - self._began_s,
             num_waiting=server.num_waiting,
             num_failed=server.statistics.num_failed,
@@ -223,8 +223,8 @@ class Hosting:
         if num_found < len(uids):
             log.warning("%d of %d experts could not be declared yet.", len(uids) - num_found, len(uids))
 
-    def _adopter(self, server: ExpertServer, dht: DHT, checkpoints: Checkpoints) -> Adopting:
-        return Adopting(
+    def _adopter(self, server: ExpertServer, dht: DHT, checkpoints: Checkpoints) -> ExpertAdopter:
+        return ExpertAdopter(
             server,
             dht,
             checkpoints,
@@ -289,9 +289,9 @@ def hosted(
         loop.run(hosting.__aexit__(None, None, None))
 
 
-def _moment_of(expert: Expert) -> ExpertMoment:
+def _moment_of(expert: Expert) -> ExpertStatus:
     done = expert.statistics
-    return ExpertMoment(
+    return ExpertStatus(
         uid=expert.uid,
         num_forward_batches=done.num_forward_batches,
         num_forward_samples=done.num_forward_samples,

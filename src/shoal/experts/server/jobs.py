@@ -287,7 +287,7 @@ _MAX_ANSWERS = 8192  # seconds of small requests: one that is sent again comes s
 _Key = tuple[str, bytes]  # an expert's uid, and the id of a request
 
 
-class KeptInputs:
+class InputCache:
     """Inputs of forward requests, where the device needs them, until their backward comes."""
 
     def __init__(self, max_bytes: int, max_age_s: float) -> None:
@@ -338,7 +338,7 @@ class KeptInputs:
                 self.used_bytes -= known.size_bytes
 
 
-class Applied:
+class BackwardAnswers:
     """Backward requests by their ids: those under way, and what was answered to those that are done.
 
     That a request was applied is remembered by its expert, together with what it has learned from it: for

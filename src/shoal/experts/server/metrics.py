@@ -11,7 +11,7 @@ from shoal.report.units import digits
 from shoal.transport.pages import Page, PageServer, Site
 
 
-class ExpertMoment(msgspec.Struct, frozen=True):
+class ExpertStatus(msgspec.Struct, frozen=True):
     """One expert, since it is served here."""
 
     uid: str
@@ -25,7 +25,7 @@ class ExpertMoment(msgspec.Struct, frozen=True):
     """Steps whose gradient was far above what is usual for the expert."""
 
 
-class Moment(msgspec.Struct, frozen=True):
+class HostStatus(msgspec.Struct, frozen=True):
     """A host; numbers only grow, but for those of what is there now."""
 
     up_s: float
@@ -35,7 +35,7 @@ class Moment(msgspec.Struct, frozen=True):
     num_peers: int
     """That the DHT knows."""
     is_leaving: bool
-    experts: tuple[ExpertMoment, ...]
+    experts: tuple[ExpertStatus, ...]
     num_averaged: int = 0
     """Averages with other replicas that this host began."""
     num_copied: int = 0
@@ -52,7 +52,7 @@ class Moment(msgspec.Struct, frozen=True):
         """That these were computed in."""
         return sum(expert.num_forward_batches + expert.num_backward_batches for expert in self.experts)
 
-    def line(self, before: Moment) -> str:
+    def line(self, before: HostStatus) -> str:
         """In words; rates and batches are those since `before`."""
         took_s = self.up_s - before.up_s
         num_samples = self.num_samples - before.num_samples
@@ -78,7 +78,7 @@ PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def metrics_text(moment: Moment) -> str:
+def metrics_text(moment: HostStatus) -> str:
     """In the text format of Prometheus, version 0.0.4."""
     lines: list[str] = []
 
@@ -87,7 +87,7 @@ def metrics_text(moment: Moment) -> str:
         lines.append(f"# TYPE shoal_{name} {kind}")
         lines.extend(f"shoal_{name}{labels} {value:.10g}" for labels, value in values)
 
-    def each(of: Callable[[ExpertMoment], tuple[float, float]]) -> list[tuple[str, float]]:
+    def each(of: Callable[[ExpertStatus], tuple[float, float]]) -> list[tuple[str, float]]:
         found = [(_escaped(expert.uid), of(expert)) for expert in moment.experts]
         return [
             (f'{{expert="{uid}",kind="{kind}"}}', value)

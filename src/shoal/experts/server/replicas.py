@@ -60,7 +60,7 @@ _LATER = (PeerBusy, PeerUnreachable, PeerLost, DeadlineExceeded)
 Call = Callable[["Expert", Peer, Deadline], Awaitable[bool]]
 
 
-class MeetingRequest(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks to average an expert, or for its state."""
 
     uid: str
@@ -91,7 +91,7 @@ class Replicas:
         routes = self._dht.endpoint.routes
         with contextlib.ExitStack() as closing:
             for method, serve in ((AVERAGE, self._rpc_average), (STATE, self._rpc_state)):
-                routes.add_channel(method, serve, MeetingRequest)
+                routes.add_channel(method, serve, ReplicaRequest)
                 closing.callback(routes.remove, method)
             while True:
                 await self.sync()
@@ -198,14 +198,14 @@ class Replicas:
         return result
 
     async def _call_average(self, expert: Expert, peer: Peer, deadline: Deadline) -> bool:
-        request = MeetingRequest(expert.uid)
+        request = ReplicaRequest(expert.uid)
         streams = self._dht.endpoint.streams
         async with streams.open_channel(peer, AVERAGE, request, deadline=deadline) as channel:
             await average(expert, peer, channel, self._server.on_device)
         return True
 
     async def _call_state(self, expert: Expert, peer: Peer, deadline: Deadline) -> bool:
-        request = MeetingRequest(expert.uid)
+        request = ReplicaRequest(expert.uid)
         streams = self._dht.endpoint.streams
         async with streams.open_channel(peer, STATE, request, deadline=deadline) as channel:
             warnings = await copy_state(expert, peer, channel, self._server.on_device)

@@ -34,7 +34,7 @@ from shoal.core import (
 from shoal.experts.devices.cpu import CpuDevice
 from shoal.experts.devices.device import Device, Results, explained
 from shoal.experts.expert import Expert
-from shoal.experts.server.jobs import Applied, Job, JobKind, JobQueue, KeptInputs, Outcome, Waiter
+from shoal.experts.server.jobs import BackwardAnswers, InputCache, Job, JobKind, JobQueue, Outcome, Waiter
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import (
     BACKWARD,
@@ -70,13 +70,13 @@ class ExpertServer:
             if self.experts.setdefault(expert.uid, expert) is not expert:
                 raise UsageError(f"Two experts are called {expert.uid}.")
         self.is_leaving = False
-        self.kept = KeptInputs(self.settings.kept_bytes, self.settings.kept_s)
+        self.kept = InputCache(self.settings.kept_bytes, self.settings.kept_s)
         if self.settings.pinned_bytes is None:
             pinned_bytes = min(2 * endpoint.limits.max_bytes_in_flight, _memory_bytes() // 8)
             self.settings = dataclasses.replace(self.settings, pinned_bytes=pinned_bytes)
         self.device = make_device(self.settings, self.kept)
         self.statistics = ServerStatistics()
-        self._applied = Applied(self.settings.remembered_bytes)
+        self._applied = BackwardAnswers(self.settings.remembered_bytes)
         self._queue = JobQueue(self.settings, self._wake, self._deliver)
         self._thread = LoopThread("shoal-device")
         self._lock = threading.Lock()
@@ -378,7 +378,7 @@ class ExpertServer:
         return Reply(Answer(outcome[0], job.waited_s), outcome[1], on_sent=self._on_sent)
 
 
-def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:
+def make_device(settings: ServerSettings, kept: InputCache) -> Device:
     """The device that the settings name; UsageError when this machine has none such."""
     try:
         kind = torch.device(settings.device).type

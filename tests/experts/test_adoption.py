@@ -11,7 +11,7 @@ from experts.fake_server import FakeServer, FakeThread, small_expert, values
 from shoal.core import DeadlineExceeded, Scope, UsageError, run_virtual
 from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.ownership import reserved
-from shoal.experts.server.assignment import Adopting
+from shoal.experts.server.assignment import ExpertAdopter
 from shoal.experts.server.checkpoints import Checkpoints
 
 
@@ -23,7 +23,7 @@ def saved(folder, *uids, num_updates=3):
 
 
 def adopting(dht, checkpoints, server=None, every_s=30.0, **options):
-    return Adopting(
+    return ExpertAdopter(
         server or FakeServer(),
         dht,
         checkpoints,

@@ -1,7 +1,7 @@
 from experts.fake_client import peer_at
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.client.directory import KnownGrid
+from shoal.experts.client.directory import GridCache
 
 
 def address(*place):
@@ -9,13 +9,13 @@ def address(*place):
 
 
 def test_what_lies_outside_of_the_grid_does_not_count():
-    known = KnownGrid((), (2, 3), 30.0)
+    known = GridCache((), (2, 3), 30.0)
     known.note_prefixes({(0,): (-1, 0, 2, 3), (1,): (7,)}, 0.0)
     assert known.new_below({(0,): (0, 1, 2, 9), (1,): (0,)}) == [(0, 1), (1, 0)]
 
 
 def test_tables_are_made_anew_when_something_is_news():
-    known = KnownGrid((), (2, 3), 30.0)
+    known = GridCache((), (2, 3), 30.0)
     before = known.tables
     assert known.tables is before
     known.note_prefixes({(0,): (1,)}, 0.0)
@@ -28,7 +28,7 @@ def test_tables_are_made_anew_when_something_is_news():
 
 
 def test_what_is_old_is_to_be_looked_up():
-    known = KnownGrid((), (2, 3), 30.0)
+    known = GridCache((), (2, 3), 30.0)
     known.note_prefixes({(0,): (1, 2), (1,): None}, 0.0)
     known.note_experts({(0, 1): address(0, 1), (0, 2): address(0, 2)}, 0.0)
     assert known.stale([(0, 1)], 29.0) == ([], [])
@@ -40,7 +40,7 @@ def test_what_is_old_is_to_be_looked_up():
 
 def test_prefixes_that_nobody_uses_have_their_turn(monkeypatch):
     monkeypatch.setattr("shoal.experts.client.directory._MAX_UNUSED", 2)
-    known = KnownGrid((), (4, 3), 30.0)
+    known = GridCache((), (4, 3), 30.0)
     for at in range(4):
         known.note_prefixes({(at,): (1,)}, 3.0 - at)
     assert known.stale([], 29.0) == ([], [])
@@ -50,7 +50,7 @@ def test_prefixes_that_nobody_uses_have_their_turn(monkeypatch):
 
 
 def test_an_expert_in_doubt_is_looked_up_more_often():
-    known = KnownGrid((), (3,), 30.0)
+    known = GridCache((), (3,), 30.0)
     known.note_experts({(1,): address(1)}, 0.0)
     known.doubt((1,), 1.0)
     assert known.stale([], 1.0) == ([], [(1,)])
@@ -62,7 +62,7 @@ def test_an_expert_in_doubt_is_looked_up_more_often():
 
 
 def test_absences_are_forgotten_by_age():
-    known = KnownGrid((), (2, 3), 30.0)
+    known = GridCache((), (2, 3), 30.0)
     known.note_prefixes({(0,): None, (1,): (1,)}, 0.0)
     known.note_experts({(1, 1): None}, 10.0)
     assert not known.forget_absence(0.0)

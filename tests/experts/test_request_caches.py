@@ -7,7 +7,7 @@ from experts.loopback import linear_expert
 from shoal.core import Deadline, PeerRefused
 from shoal.experts import expert as expert_module
 from shoal.experts.server import jobs as kept_module
-from shoal.experts.server.jobs import Applied, Job, JobKind, KeptInputs
+from shoal.experts.server.jobs import BackwardAnswers, InputCache, Job, JobKind
 
 ENTRY = kept_module._ENTRY_BYTES
 
@@ -17,7 +17,7 @@ def inputs(num_bytes):
 
 
 def test_inputs_are_kept_until_dropped_and_only_for_their_expert():
-    kept = KeptInputs(ENTRY * 2 + 100, 60.0)
+    kept = InputCache(ENTRY * 2 + 100, 60.0)
     tensors = inputs(10)
     kept.keep(b"1", "a", tensors)
     assert kept.find(b"1", "a") is tensors
@@ -30,7 +30,7 @@ def test_inputs_are_kept_until_dropped_and_only_for_their_expert():
 
 
 def test_the_oldest_inputs_go_when_there_are_too_many_bytes_or_too_much_time(monkeypatch):
-    kept = KeptInputs(ENTRY * 2 + 100, 60.0)
+    kept = InputCache(ENTRY * 2 + 100, 60.0)
     for key in (b"1", b"2", b"3"):
         kept.keep(key, "a", inputs(40))
     assert [kept.find(key, "a") is None for key in (b"1", b"2", b"3")] == [True, False, False]
@@ -43,7 +43,7 @@ def test_the_oldest_inputs_go_when_there_are_too_many_bytes_or_too_much_time(mon
 
 
 def test_what_is_kept_goes_with_time_although_nothing_comes(monkeypatch):
-    kept = KeptInputs(ENTRY * 2, 60.0)
+    kept = InputCache(ENTRY * 2, 60.0)
     kept.keep(b"1", "a", inputs(1))
     kept.sweep()
     assert len(kept) == 1
@@ -67,7 +67,7 @@ def apply(job):
 
 
 def test_a_request_is_under_way_then_answered_and_known_when_its_answer_is_gone():
-    applied, expert = Applied(ENTRY + 100), linear_expert()
+    applied, expert = BackwardAnswers(ENTRY + 100), linear_expert()
     first, second = job(1, expert), job(1, expert)
     assert applied.find(expert, first.request_id) is None
     assert applied.begin(first) is first
@@ -89,7 +89,7 @@ def test_a_request_is_under_way_then_answered_and_known_when_its_answer_is_gone(
 
 
 def test_equal_ids_of_two_experts_are_two_requests():
-    applied, others = Applied(1 << 20), linear_expert("expert1")
+    applied, others = BackwardAnswers(1 << 20), linear_expert("expert1")
     first, second = job(1), job(1, others)
     assert applied.begin(first) is first
     assert applied.begin(second) is second
@@ -99,7 +99,7 @@ def test_equal_ids_of_two_experts_are_two_requests():
 
 def test_answers_are_not_many_however_small_they_are(monkeypatch):
     monkeypatch.setattr(kept_module, "_MAX_ANSWERS", 3)
-    applied, expert = Applied(1 << 30), linear_expert()
+    applied, expert = BackwardAnswers(1 << 30), linear_expert()
     for number in range(5):
         one = job(number, expert)
         applied.begin(one)
@@ -112,7 +112,7 @@ def test_answers_are_not_many_however_small_they_are(monkeypatch):
 
 
 def test_a_request_that_was_not_done_may_come_again_and_one_that_was_may_not():
-    applied, expert = Applied(ENTRY + 100), linear_expert()
+    applied, expert = BackwardAnswers(ENTRY + 100), linear_expert()
     first = job(1, expert)
     applied.begin(first)
     applied.end(first, None)
