@@ -6,8 +6,7 @@ from shoal.core import LoopThread
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
 from shoal.experts.client.batch import BatchCall, sum_by_sample
-from shoal.experts.client.directory import Directory
-from shoal.experts.client.routing import Routes
+from shoal.experts.client.directory import Directory, Routes
 from shoal.experts.settings import MixtureSettings
 
 

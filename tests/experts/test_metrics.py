@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.experts.server.metrics import ExpertStatus, HostStatus, MetricsServer, metrics_text
+from shoal.experts.server.hosting import ExpertStatus, HostStatus, MetricsServer, metrics_text
 from shoal.transport import pages
 
 ANYWHERE = Address("127.0.0.1", 0)

@@ -23,8 +23,7 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.dht.declaring import declare_experts
 from shoal.dht.node import DHT
-from shoal.experts.server.averaging import Piece, StateHead
-from shoal.experts.server.replicas import AVERAGE, STATE, ReplicaRequest, Replicas
+from shoal.experts.server.replicas import AVERAGE, STATE, Piece, ReplicaRequest, Replicas, StateHead
 from shoal.experts.server.server import ExpertServer
 from shoal.tensors import TensorSpec, pack
 from shoal.transport import Endpoint, Head, Membership, Reply, SwarmSecret

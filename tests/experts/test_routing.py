@@ -7,7 +7,7 @@ import torch
 from experts.fake_client import peer_at
 from shoal.dht.declaring import ExpertAddress
 from shoal.dht.uids import ExpertUid
-from shoal.experts.client.routing import GridTables
+from shoal.experts.client.directory import GridTables
 
 
 def address(place):

@@ -1,4 +1,4 @@
-from shoal.experts.server.metrics import ExpertStatus, HostStatus
+from shoal.experts.server.hosting import ExpertStatus, HostStatus
 
 
 def expert(uid, num, num_clipped=0):

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
     from shoal.core.run_options import OptionInfo
     from shoal.experts.config import HostingConfig
-    from shoal.experts.server.hosting import Hosting
-    from shoal.experts.server.metrics import HostStatus
+    from shoal.experts.server.hosting import Hosting, HostStatus
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6

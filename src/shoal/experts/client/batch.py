@@ -38,8 +38,7 @@ from shoal.core import (
 from shoal.dht import Swarm
 from shoal.dht.declaring import ExpertAddress
 from shoal.experts.client.client import ExpertClient, Forwarded
-from shoal.experts.client.directory import Directory
-from shoal.experts.client.routing import Routes
+from shoal.experts.client.directory import Directory, Routes
 from shoal.experts.schema import ExpertSchema
 from shoal.experts.settings import MixtureSettings
 from shoal.tensors.dtypes import DTYPES

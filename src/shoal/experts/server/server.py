@@ -31,8 +31,7 @@ from shoal.core import (
     TensorError,
     UsageError,
 )
-from shoal.experts.devices.cpu import CpuDevice
-from shoal.experts.devices.device import Device, Results, explained
+from shoal.experts.devices.device import CpuDevice, Device, Results, explained
 from shoal.experts.expert import Expert
 from shoal.experts.server.jobs import BackwardAnswers, InputCache, Job, JobKind, JobQueue, Outcome, Waiter
 from shoal.experts.settings import ServerSettings
