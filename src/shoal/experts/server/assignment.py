@@ -139,16 +139,7 @@ class ExpertMaker:
         self._config = config
         self._checkpoints = checkpoints
         self._class = expert_class(config.expert_class)
-        self._training = TrainingSettings(
-            optimizer=config.optimizer,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            scheduler=config.scheduler,
-            num_warmup_steps=config.num_warmup_steps,
-            num_training_steps=config.num_training_steps,
-            max_grad_norm=config.max_grad_norm,
-            clip_gradients=config.clip_gradients,
-        )
+        self._training = config.part(TrainingSettings)
         self.about = {"expert_class": self._class.name, "hidden_dim": config.hidden_dim}
         """What is saved beside an expert, so that it is not mistaken for one of another kind."""
 
@@ -159,13 +150,7 @@ class ExpertMaker:
     def make(self, uid: str) -> Expert:
         """As it was saved last, or new."""
         saved = None if self._checkpoints is None else self._checkpoints.load(uid)
-        if saved is None:
-            return self.new(uid)
-        expert = self.like(saved)
-        for warning in expert.load(saved.state):
-            log.warning("%s", warning)
-        expert.num_changes = 0
-        return expert
+        return self.new(uid) if saved is None else _loaded(self.like(saved), saved)
 
     def new(self, uid: str) -> Expert:
         """With its first weights: the same ones at all servers of an expert, so that replicas begin alike."""
@@ -298,8 +283,12 @@ class ExpertAdopter:
         saved = self._checkpoints.load(uid)
         if saved is None:
             raise UsageError("none of its checkpoints is whole.")
-        expert = self._make_expert(saved)
-        for warning in expert.load(saved.state):
-            log.warning("%s", warning)
-        expert.num_changes = 0
-        return expert
+        return _loaded(self._make_expert(saved), saved)
+
+
+def _loaded(expert: Expert, saved: SavedExpert) -> Expert:
+    """The expert with its saved state, which need not be saved again."""
+    for warning in expert.load(saved.state):
+        log.warning("%s", warning)
+    expert.num_changes = 0
+    return expert

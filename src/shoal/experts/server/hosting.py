@@ -111,7 +111,7 @@ class Hosting:
             saved = await self._worker.run_blocking(self._maker.saved_uids)
             uids = await choose_uids(config, saved, self.dht)
             experts = [await self._made(uid) for uid in uids]
-            server = ExpertServer(self.endpoint, experts, _server_settings(config, self.device))
+            server = ExpertServer(self.endpoint, experts, config.part(ServerSettings, device=self.device))
             self._server = await closing.enter_async_context(server)
             if self.dht is not None and set(uids) != set(config.uid):
                 uids = await self._choose_again(server, self.dht, saved)
@@ -303,18 +303,6 @@ def _moment_of(expert: Expert) -> ExpertStatus:
         num_updates=expert.num_updates,
         busy_s=done.busy_s,
         num_clipped=done.num_clipped_updates,
-    )
-
-
-def _server_settings(config: HostingConfig, device: str) -> ServerSettings:
-    return ServerSettings(
-        device=device,
-        precision=config.precision,
-        num_threads=config.num_threads,
-        max_batch_size=config.max_batch_size,
-        min_batch_size=config.min_batch_size,
-        max_wait_s=config.max_wait_s,
-        max_waiting=config.max_waiting,
     )
 
 
