@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from shoal.core import UsageError
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.expert import Expert
-from shoal.experts.schema import Example
+from shoal.experts.schema import Example, as_example
 
 _NUM_HEADS = 16
 
@@ -359,24 +359,9 @@ def _own_class(name: str) -> ExpertClass:
         source: Any = made if hasattr(made, "example_inputs") else make(hidden_dim)
         if not hasattr(source, "example_inputs"):
             return _row(hidden_dim, batch_size)
-        return _as_example(source.example_inputs(hidden_dim, batch_size), name)
+        return as_example(source.example_inputs(hidden_dim, batch_size), f"example_inputs of {name} gave")
 
     return ExpertClass(name, make, example)
-
-
-def _as_example(given: Any, name: str) -> Example:
-    if isinstance(given, torch.Tensor):
-        return (given,), {}
-    if isinstance(given, tuple | list) and given:
-        if all(isinstance(part, torch.Tensor) for part in given):
-            return tuple(given), {}
-        if len(given) == 2 and isinstance(given[1], dict):
-            args, kwargs = given
-            return (args,) if isinstance(args, torch.Tensor) else tuple(args), dict(kwargs)
-    raise UsageError(
-        f"example_inputs of {name} gave {type(given).__name__}.",
-        next_step="let it give a tensor, a tuple of tensors, or arguments and a dict of keyword arguments.",
-    )
 
 
 def _import(where: str) -> ModuleType:

@@ -113,9 +113,39 @@ def _check(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -
 _NEXT_STEP = "let every input and output be a tensor whose first dimension is the batch."
 
 
+def as_example(given: Any, what: str) -> Example:
+    """Inputs of a batch from a tensor, a tuple of tensors, or arguments and a dict of keyword arguments."""
+    if isinstance(given, torch.Tensor):
+        return (given,), {}
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], dict):
+        args, kwargs = given
+        args = (args,) if isinstance(args, torch.Tensor) else args
+        if isinstance(args, tuple | list) and all(_is_tensor(part) for part in (*args, *kwargs.values())):
+            return tuple(args), dict(kwargs)
+    elif isinstance(given, tuple | list) and given and all(map(_is_tensor, given)):
+        return tuple(given), {}
+    raise UsageError(
+        f"{what} {_described(given)}.",
+        next_step="let it give a tensor, a tuple of tensors, or arguments and a dict of keyword arguments, "
+        "as ((x, mask), {}); the first dimension of each is the batch.",
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _described(given: Any) -> str:
+    if isinstance(given, tuple | list):
+        return (
+            f"a {type(given).__name__} of {', '.join(type(part).__name__ for part in given[:4]) or 'nothing'}"
+        )
+    return type(given).__name__
+
+
 def discover_schema(module: nn.Module, example: Example) -> ExpertSchema:
     """The schema; UsageError when the module cannot be an expert. Its mode stays as it is."""
-    args, kwargs = example
+    args, kwargs = as_example(example, "The example of an expert is")
     names = tuple(kwargs)
     inputs = [*args, *kwargs.values()]
     batch_size = _batch_size("input", inputs)
