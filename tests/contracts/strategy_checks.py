@@ -35,7 +35,7 @@ from shoal.group.observed import Metered
 from shoal.group.operations import GroupWrapper
 from shoal.tensors import ALIGNMENT_BYTES, BucketLayout
 from shoal.topology import make_topology
-from shoal.topology.trees import branches
+from shoal.topology.graphs import branches
 
 # --- alone ---
 

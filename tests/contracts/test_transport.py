@@ -639,7 +639,8 @@ def test_buffers_are_handed_back_after_sending(name, run, probe):
             for size in (10, pair.size(1 << 20)):
                 before = probe.sent
                 await pair.client.call(pair.server_peer, "echo", None, [bytes(size)], deadline=soon())
-                await until(lambda before=before: probe.sent == before + 1)
+                # a datagram whose answer was lost is served once more
+                await until(lambda before=before: probe.sent > before)
 
     run(check())
 

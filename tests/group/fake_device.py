@@ -17,6 +17,8 @@ import torch
 from shoal.group.host.memory import MemoryFull
 
 _LOOK_S = 5e-5
+PINNED = []
+"""First and last address of all host memory that fakes of this process have registered."""
 
 
 class FakeDevice:
@@ -37,7 +39,7 @@ class FakeDevice:
         self.gate.set()
         self.side = _LaggingStream(random.Random(seed), longest_s, self.gate)
         self._caller = _CallerStream()
-        self.is_registered = False
+        self.registered = []
         self.is_everything = is_everything
         self._own = []
 
@@ -82,10 +84,24 @@ class FakeDevice:
         return self._own[-1]
 
     def register(self, memory):
-        self.is_registered = True
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        if any(other.data_ptr() == start for other in self.registered):
+            return
+        for low, high in PINNED:
+            assert end <= low or high <= start, (
+                "memory that is pinned already, like a driver's 'invalid argument'"
+            )
+        PINNED.append((start, end))
+        self.registered.append(memory)
 
     def unregister(self, memory):
-        self.is_registered = False
+        if any(other.data_ptr() == memory.data_ptr() for other in self.registered):
+            PINNED.remove((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+            self.registered = [each for each in self.registered if each.data_ptr() != memory.data_ptr()]
+
+    def unregister_all(self):
+        for memory in list(self.registered):
+            self.unregister(memory)
 
     def synchronize(self):
         self._caller.follow(self.side.mark())

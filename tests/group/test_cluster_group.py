@@ -165,6 +165,33 @@ def test_an_exchange_outlives_a_lost_peer():
         assert reduced == [2.0] * 3
 
 
+def test_an_exchange_leaves_a_peer_out_of_everything_that_is_lost_between_two_of_its_pieces():
+    count = 3 << 20  # three pieces
+    with open_cluster([[0], [1]]) as groups:
+        live, spare = (together(groups, lambda group: group.empty(count).fill_(group.rank)) for _ in range(2))
+        send = groups[1].mesh.send
+
+        def send_two_pieces(to, key, tensor, **options):
+            """Sends the last piece where nobody looks for it: a real loss may not fall between two."""
+            topic = "lost" if key[1] == "x 2" else key[1]
+            return send(to, (key[0], topic, key[2]), tensor, **options)
+
+        groups[1].mesh.send = send_two_pieces
+        handles = [
+            group.exchange(mine, Weights(0.5, {1 - group.rank: 0.5}, {1 - group.rank: 1.0}), out=out)
+            for group, mine, out in zip(groups, live, spare, strict=True)
+        ]
+        groups[0].should_survive = True
+        deadline = Deadline.after(10)
+        while spare[0][0] == 0:  # its first pieces have come, and were mixed
+            deadline.check("two pieces to come")
+            for group in groups:
+                group.progress()
+        groups[1].close(GAVE_UP)
+        mixed = handles[0].wait(Deadline.after(20))
+        assert torch.equal(mixed, torch.zeros(count))
+
+
 def test_what_is_on_its_way_is_not_written_over():
     count = 500_000
 

@@ -176,3 +176,27 @@ def test_who_announces_an_all_reduce_and_leaves_has_not_left_in_order():
             groups[0].all_reduce(memory[0]).wait(Deadline.after(20))
         assert raised.value.peer == 1
         devices[0].synchronize()
+
+
+def test_windows_that_nobody_has_closed_leave_no_host_memory_pinned():
+    with gpu_workers(2) as (groups, devices):
+        together(groups, lambda group: group.window("w", 8, torch.float32, sources=[0, 1], device=GPU))
+        assert all(
+            len(device.registered) == 2 for device in devices
+        )  # the control page, and the window's words
+    assert not any(device.registered for device in devices)
+
+
+def test_host_memory_that_a_gpu_may_still_write_stays_mapped_until_it_is_done():
+    with gpu_workers(2) as (groups, devices):
+        memory = filled(groups)
+        devices[1].gate.clear()
+        together(groups, lambda group: group.exchange(memory[group.rank], Weights.uniform([1 - group.rank])))
+        groups[1].close(ConnectionAbortedError())
+        held = devices[1].registered
+        assert len(held) == 1  # so its addresses are not used anew
+        devices[1].gate.set()
+        devices[1].synchronize()
+        with gpu_workers(1) as (others, _):
+            filled(others)
+            assert not devices[1].registered

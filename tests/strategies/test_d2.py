@@ -7,7 +7,7 @@ import torch
 from shoal.core import UsageError
 from shoal.strategies.exact_diffusion import D2
 from shoal.topology import make_topology
-from shoal.topology.requirements import SYMMETRIC, smallest_eigenvalue
+from shoal.topology.properties import SYMMETRIC, smallest_eigenvalue
 from strategies.bowls import Bowls, course, diffusion
 from strategies.fakes import Wide
 

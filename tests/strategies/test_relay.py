@@ -9,7 +9,7 @@ from shoal.core import PeerLost, UsageError
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.strategies.relay import RelaySGD
-from shoal.topology.trees import branches
+from shoal.topology.graphs import branches
 from strategies.bowls import RATE, Bowl, Bowls, after_a_step, course, everywhere, step
 
 

@@ -8,7 +8,7 @@ from shoal.strategies.exact_diffusion import D2, ExactDiffusion
 from shoal.strategies.extra import Extra
 from shoal.strategies.gradient_tracking import GradientTracking
 from shoal.topology import make_topology
-from shoal.topology.requirements import SYMMETRIC, require_symmetric
+from shoal.topology.properties import SYMMETRIC, require_symmetric
 from strategies.fakes import Wide
 
 

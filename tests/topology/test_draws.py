@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from shoal.topology.draws import Draws
+from shoal.topology.graphs import Draws
 
 
 def test_the_name_decides():

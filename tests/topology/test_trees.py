@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.topology.trees import branches, num_colors
+from shoal.topology.graphs import branches, num_colors
 
 
 @pytest.mark.parametrize("kind", ["binary", "chain"])

@@ -41,7 +41,7 @@ class VirtualClock:
         self._loop = loop
 
     def now_s(self) -> float:
-        """The loop's time."""
+        """Reads the time of the loop, in seconds."""
         return self._loop.now_s
 
     def wall_s(self) -> float:
@@ -97,7 +97,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's."""
+        """Calls back later, in virtual time, as asyncio's own method does."""
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 
     def create_task(
@@ -192,15 +192,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> NoReturn:
-        """Refused: a thread."""
+        """Refuses: a thread would make runs differ."""
         _refuse("a thread")
 
     def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> NoReturn:
-        """Refused."""
+        """Refuses: signals come in real time."""
         _refuse("a signal")
 
     async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a socket."""
+        """Refuses: a socket would make runs differ."""
         _refuse("a socket")
 
     create_server = create_datagram_endpoint = connect_accepted_socket = create_connection

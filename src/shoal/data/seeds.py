@@ -31,7 +31,7 @@ def generator_states(own: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
-    """As they were."""
+    """Sets the generators to a state that was read before."""
     torch.default_generator.set_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -24,7 +24,7 @@ class Placed(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """The rank of this worker in its group."""
 
     @property
     def size(self) -> int:

@@ -68,7 +68,7 @@ class Nop(nn.Module):
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same tensor."""
+        """Gives the very tensor that it is given."""
         return x
 
 

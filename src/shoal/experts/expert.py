@@ -389,12 +389,12 @@ class ExpertStatistics:
 
     @property
     def num_batches(self) -> int:
-        """Forward and backward."""
+        """Counts forward and backward batches together."""
         return self.num_forward_batches + self.num_backward_batches
 
     @property
     def num_samples(self) -> int:
-        """Forward and backward."""
+        """Counts samples of forward and backward together."""
         return self.num_forward_samples + self.num_backward_samples
 
     @property

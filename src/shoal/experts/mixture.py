@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         return logits.softmax(1).masked_fill(~is_answered, 0.0)
 
     def extra_repr(self) -> str:
-        """For people."""
+        """Describes the layer when the model is printed."""
         return f"{self.experts.directory.prefix}, k_best={self.settings.k_best}, k_min={self.settings.k_min}"
 
 
@@ -171,7 +171,7 @@ class SwitchMixtureOfExperts(nn.Module):
         return torch.stack(losses).sum()
 
     def extra_repr(self) -> str:
-        """For people."""
+        """Describes the layer when the model is printed."""
         return str(self.experts.directory.prefix)
 
 
@@ -220,5 +220,5 @@ class ProductKeyGate(nn.Module):
         return scores.gather(1, columns.flatten(1)).view(columns.shape).sum(-1)
 
     def extra_repr(self) -> str:
-        """For people."""
+        """Describes the layer when the model is printed."""
         return f"grid={' × '.join(map(str, self.grid))}, {math.prod(self.grid)} places"

@@ -78,7 +78,7 @@ class ExpertSchema(msgspec.Struct, frozen=True):
         return tensors[: self.num_args], dict(zip(self.keyword_names, tensors[self.num_args :], strict=True))
 
     def describe_inputs(self) -> str:
-        """For people."""
+        """Describes all inputs in words, for messages."""
         names = [""] * self.num_args + [f"{name}=" for name in self.keyword_names]
         return ", ".join(f"{name}{schema}" for name, schema in zip(names, self.inputs, strict=True))
 

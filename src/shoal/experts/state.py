@@ -187,7 +187,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its numbers."""
+    """Gives the numbers that a scheduler goes on from."""
     kind = type(scheduler).__name__
     return {"kind": kind, "values": _as_json(scheduler.state_dict(), f"{kind}'s state")}
 

@@ -39,7 +39,7 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and num_inputs == num_outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
+        """Computes the output of the block."""
         y = cast(torch.Tensor, self.conv(x))
         return x + y if self.has_shortcut else y
 
@@ -72,7 +72,7 @@ class MobileNetV2(nn.Module):
 
 
 def mobilenet_v2(num_classes: int = 1000) -> MobileNetV2:
-    """3.5 million parameters."""
+    """Builds MobileNetV2, of 3.5 million parameters."""
     return MobileNetV2(num_classes)
 
 

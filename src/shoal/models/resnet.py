@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
         self.downsample = _projection(num_inputs, width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
+        """Computes the output of the block."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
@@ -73,7 +73,7 @@ class Bottleneck(nn.Module):
         self.downsample = _projection(num_inputs, num_outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
+        """Computes the output of the block."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -116,32 +116,32 @@ def resnet18(num_classes: int = 10, stem: Stem = "small") -> ResNet:
 
 
 def resnet34(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """21.8 million parameters."""
+    """Builds ResNet-34, of 21.8 million parameters."""
     return ResNet(ResNetShape((3, 4, 6, 3)), num_classes, stem)
 
 
 def resnet50(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """25.6 million parameters."""
+    """Builds ResNet-50, of 25.6 million parameters."""
     return ResNet(ResNetShape((3, 4, 6, 3), is_deep=True), num_classes, stem)
 
 
 def resnet101(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """44.5 million parameters."""
+    """Builds ResNet-101, of 44.5 million parameters."""
     return ResNet(ResNetShape((3, 4, 23, 3), is_deep=True), num_classes, stem)
 
 
 def resnet152(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """60.2 million parameters."""
+    """Builds ResNet-152, of 60.2 million parameters."""
     return ResNet(ResNetShape((3, 8, 36, 3), is_deep=True), num_classes, stem)
 
 
 def resnext50_32x4d(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """25.0 million parameters."""
+    """Builds ResNeXt-50 32×4d, of 25.0 million parameters."""
     return ResNet(ResNetShape((3, 4, 6, 3), is_deep=True, num_groups=32, group_width=4), num_classes, stem)
 
 
 def resnext101_32x8d(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
-    """88.8 million parameters."""
+    """Builds ResNeXt-101 32×8d, of 88.8 million parameters."""
     return ResNet(ResNetShape((3, 4, 23, 3), is_deep=True, num_groups=32, group_width=8), num_classes, stem)
 
 

@@ -56,7 +56,7 @@ class _Classified(Task):
         return batches_of(self._train, self.job.batch_size, seed, self._parts[rank])
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy."""
+        """Computes the mean cross-entropy of a batch."""
         return functional.cross_entropy(outputs, labels)
 
     def evaluate(self, model: nn.Module) -> Score:

@@ -32,7 +32,7 @@ class Errand(msgspec.Struct, frozen=True, kw_only=True):
     executor: Executor = "exact"
 
     def plain(self) -> dict[str, Any]:
-        """For `run_task`."""
+        """Gives the settings as plain values, which `run_task` takes."""
         values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return values
 
@@ -127,7 +127,7 @@ class _Start:
             script.hold()
 
     def begin(self) -> None:
-        """One worker begins."""
+        """Takes note that one worker begins to train."""
         self._num_awaited -= 1
         if self._num_awaited == 0:
             for script in self._scripts:

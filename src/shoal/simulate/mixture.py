@@ -67,7 +67,7 @@ class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_staleness(self) -> float:
-        """Over all updates."""
+        """The mean staleness of all updates, in updates."""
         return _mean(self.staleness)
 
     @property

@@ -35,6 +35,6 @@ class RowPool:
         return self._rows.index_select(0, index.view(-1)).view(*index.shape, -1)
 
     def free(self, row: int) -> int:
-        """Gives its mark."""
+        """Frees a row, and gives the mark that it had."""
         self._is_taken[row] = 0
         return self._marks[row]

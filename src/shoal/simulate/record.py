@@ -80,7 +80,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
         return sum(max(behind, 0) * count for behind, count in self.staleness.items()) / total
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Gives the record as plain values, for JSON."""
         values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return values
 

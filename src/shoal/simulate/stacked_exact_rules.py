@@ -23,12 +23,12 @@ class MomentumRule(NeighborRule):
         self._momentum_bytes = sum(map(flagged_bytes, stage.model.layouts(sys.maxsize)))
 
     def after_step(self) -> None:
-        """Both at once."""
+        """Mixes parameters and momenta at once."""
         if self.is_round:
             self._share_all(self._mix())
 
     def average_all(self) -> None:
-        """Of both."""
+        """Averages parameters and momenta over all workers."""
         self._share_all(self._everybody)
 
     def _share_all(self, mix: Mix) -> None:
@@ -50,7 +50,7 @@ class TrackingRule(NeighborRule):
         self._last = torch.zeros_like(self._model.values)
 
     def before_step(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The trackers, mixed."""
+        """Mixes the trackers, and lets the optimizer step along them."""
         self._tracker = self._tracker + (gradients - self._last)
         self._last = gradients
         if self.is_round:
@@ -85,7 +85,7 @@ class DiffusionRule(CorrectedRule):
     """Exact diffusion, and D² with other weights."""
 
     def after_step(self) -> None:
-        """Correct, then combine."""
+        """Corrects the parameters, then combines them with the neighbours'."""
         stepped = self._model.values.add_(self._correction, alpha=self._share)
         if self.is_round:
             self._model.values = self._exchange(self._mix(), stepped)
@@ -96,7 +96,7 @@ class ExtraRule(CorrectedRule):
     """The mix of the parameters at which the gradient was taken, less the correction."""
 
     def before_step(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Combine, then correct."""
+        """Combines the parameters with the neighbours', then corrects them."""
         old = self._model.values
         gradients = super().before_step(gradients)
         is_mixed = self._model.values is not old

@@ -44,22 +44,22 @@ class Edges:
 
     @cached_property
     def num_sent(self) -> Ranks:
-        """By rank."""
+        """The number of peers that each rank sends to."""
         return np.array([len(peers) for peers in self.targets])
 
     @cached_property
     def num_needed(self) -> Ranks:
-        """By rank."""
+        """The number of peers that each rank needs something of."""
         return np.array([len(peers) for peers in self.sources])
 
     @cached_property
     def senders(self) -> Ranks:
-        """Of all edges over which something is needed, those to one receiver beside each other."""
+        """The senders of all edges over which something is needed, those to one receiver together."""
         return np.array([sender for peers in self.sources for sender in peers], np.int64)
 
     @cached_property
     def receivers(self) -> Ranks:
-        """Of the same edges."""
+        """The receivers of the same edges."""
         return np.repeat(np.arange(self.size), self.num_needed)
 
 
@@ -68,10 +68,10 @@ class Mix(Protocol):
 
     @property
     def edges(self) -> Edges:
-        """Who needs whose."""
+        """Who needs whose values."""
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the rows of `values`, which stay as they are."""
+        """Maps the rows of `values`, which stay as they are."""
 
 
 class Mixing:
@@ -105,7 +105,7 @@ class Mixing:
         self._matrices: dict[torch.dtype, torch.Tensor] = {}
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the rows of `values`, which stay as they are."""
+        """Maps the rows of `values`, which stay as they are."""
         matrix = self._matrices.get(values.dtype)
         if matrix is None:
             matrix = self._sparse.to_dense() if self._is_dense else self._sparse
@@ -122,11 +122,11 @@ class Everybody:
 
     @cached_property
     def edges(self) -> Edges:
-        """All of them."""
+        """The edges from everybody to everybody."""
         return all_edges(self._size)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the rows of `values`, which stay as they are."""
+        """Maps the rows of `values`, which stay as they are."""
         return torch.lerp(values, values.mean(0, keepdim=True), self._share)
 
 

@@ -86,7 +86,7 @@ class Rule:
         """The optimizer has stepped."""
 
     def average_all(self) -> None:
-        """A global average."""
+        """Averages the parameters of all workers."""
 
     def _exchange(self, mix: Mix, values: torch.Tensor) -> torch.Tensor:
         """What comes of an exchange that is waited for at once."""
@@ -190,7 +190,7 @@ class LocalSGDRule(ExchangeRule):
         self._averages_momentum = stage.strategy.options.average_momentum
 
     def after_step(self) -> None:
-        """Parameters first."""
+        """Averages the parameters first, then the momenta."""
         super().after_step()
         if self.is_round and self._averages_momentum:
             self._average_momentum()

@@ -101,7 +101,7 @@ class Tape:
         self._sent_bytes = np.zeros(self.size, np.int64)
 
     def forward(self) -> None:
-        """A step begins."""
+        """Takes note that a step begins."""
         self.events.append(Forward())
 
     def backward(self, share: float = 1.0) -> None:

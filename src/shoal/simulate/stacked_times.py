@@ -26,7 +26,7 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Of all workers."""
+    """The virtual times of all workers, as one vector."""
 
     marks_s: Seconds
     """By mark and rank."""

@@ -13,7 +13,7 @@ from shoal.core import UsageError
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one task."""
+    """What the command line must know of one task."""
 
     description: str
     score: str

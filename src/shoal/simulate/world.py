@@ -68,7 +68,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def size(self) -> int:
-        """Workers and servers."""
+        """The number of members, workers and servers together."""
         return self.num_workers + self.num_servers
 
     @property
@@ -97,7 +97,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def num_machines(self) -> int:
-        """That have workers."""
+        """The number of machines that have workers."""
         return self.machine_of(self.num_workers - 1) + 1
 
 

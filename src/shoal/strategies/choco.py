@@ -25,7 +25,7 @@ from shoal.tensors import Flat, private_memory
 from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Format
 from shoal.topology import Topology, Weights, make_topology_on
-from shoal.topology.requirements import require_symmetric
+from shoal.topology.properties import require_symmetric
 
 log = logging.getLogger(__name__)
 

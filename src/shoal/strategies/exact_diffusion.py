@@ -19,7 +19,7 @@ from shoal.strategies.options import D2Options, SymmetricOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 from shoal.topology import Topology, Weights
-from shoal.topology.requirements import lazier, require_symmetric, smallest_eigenvalue
+from shoal.topology.properties import lazier, require_symmetric, smallest_eigenvalue
 
 _LIMIT = -1 / 3
 _AIM = -1 / 4

@@ -8,7 +8,7 @@ from shoal.strategies.options import SymmetricOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 from shoal.topology import Topology, Weights
-from shoal.topology.requirements import SYMMETRIC, require_symmetric, smallest_eigenvalue
+from shoal.topology.properties import SYMMETRIC, require_symmetric, smallest_eigenvalue
 
 
 class Extra(ExchangeStrategy):

@@ -16,7 +16,7 @@ from shoal.strategies.options import MixOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 from shoal.topology import Topology
-from shoal.topology.requirements import require_doubly_stochastic
+from shoal.topology.properties import require_doubly_stochastic
 
 
 class GradientTracking(ExchangeStrategy):

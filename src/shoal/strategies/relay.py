@@ -21,7 +21,7 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Weights
-from shoal.topology.trees import branches, num_colors
+from shoal.topology.graphs import branches, num_colors
 
 log = logging.getLogger(__name__)
 

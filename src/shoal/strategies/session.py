@@ -130,7 +130,7 @@ class TrainingSession:
 
     @property
     def options(self) -> StrategyOptions:
-        """The strategy's options."""
+        """The options of the session's strategy."""
         return self.strategy.options
 
     @property

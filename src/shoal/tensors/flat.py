@@ -57,7 +57,7 @@ class Flat:
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor], allocate: Allocate | None = None) -> Self:
-        """Copies these tensors."""
+        """Makes a flat container with copies of these tensors."""
         made = cls.zeros(named, allocate)
         made.fill(named)
         return made

@@ -1,15 +1,7 @@
 """Who exchanges with whom, and with which weight."""
 
-from shoal.topology.base_graphs import base_graph
-from shoal.topology.checks import (
-    is_column_stochastic,
-    is_connected,
-    is_doubly_stochastic,
-    is_equivalent,
-    is_regular,
-    is_row_stochastic,
-)
 from shoal.topology.graphs import (
+    base_graph,
     exponential,
     exponential_two,
     full,
@@ -21,20 +13,33 @@ from shoal.topology.graphs import (
     symmetric_exponential,
     torus,
 )
-from shoal.topology.machines import (
+from shoal.topology.plan import Topology, from_graph, from_matrices, from_matrix, metropolis_hastings, uniform
+from shoal.topology.properties import (
+    consensus_time,
+    is_column_stochastic,
+    is_connected,
+    is_doubly_stochastic,
+    is_equivalent,
+    is_regular,
+    is_row_stochastic,
+    spectral_gap,
+)
+from shoal.topology.registry import TOPOLOGIES, make_topology, make_topology_on
+from shoal.topology.schedules import (
     inner_outer_exponential,
     inner_outer_ring,
     machine_exponential,
+    one_peer,
+    one_peer_exponential,
     over_machines,
+    random_matching,
 )
-from shoal.topology.mixing import metropolis_hastings, uniform
-from shoal.topology.own import from_graph, from_matrices, from_matrix
-from shoal.topology.plan import Topology
-from shoal.topology.registry import TOPOLOGIES, make_topology, make_topology_on
-from shoal.topology.schedules import one_peer, one_peer_exponential, random_matching
-from shoal.topology.sides import destinations_from_sources, sources_from_destinations
-from shoal.topology.speed import consensus_time, spectral_gap
-from shoal.topology.weights import MachineWeights, Weights
+from shoal.topology.weights import (
+    MachineWeights,
+    Weights,
+    destinations_from_sources,
+    sources_from_destinations,
+)
 
 __all__ = [
     "TOPOLOGIES",

@@ -1,19 +1,58 @@
-"""The static graphs: every turn is like the first."""
+"""Graphs: static ones, the base-(k+1) graphs, spanning trees, and random numbers that all ranks draw alike.
+
+`base_graph` takes the exact average of any number of ranks in few turns, with few partners in each: Takezawa
+et al., "Beyond Exponential Graph: Communication-Efficient Topologies for Decentralized Learning via
+Finite-time Convergence", NeurIPS 2023, algorithms 1 to 3. The edges of a spanning tree have colors: those of
+one color are pairs that meet at once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, combinations, zip_longest
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.core.errors import UsageError
-from shoal.topology.checks import is_connected
-from shoal.topology.draws import Draws
-from shoal.topology.mixing import metropolis_hastings
-from shoal.topology.plan import Topology, check_size, circulant_turn, matrix_turn, uniform_turn
+from shoal.topology.plan import (
+    Topology,
+    Turn,
+    check_size,
+    circulant_turn,
+    matrix_turn,
+    metropolis_hastings,
+    uniform_turn,
+)
+from shoal.topology.properties import is_connected
+
+
+class Draws:
+    """A stream of draws that its name alone decides.
+
+    It builds on `random.Random.random` only, the one method whose numbers Python promises to keep.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._random = random.Random(name)
+
+    def below(self, limit: int) -> int:
+        """A whole number from 0 to limit − 1."""
+        return int(self._random.random() * limit)
+
+    def shuffled(self, items: Iterable[int]) -> list[int]:
+        """The items in random order."""
+        order = list(items)
+        for last in range(len(order) - 1, 0, -1):
+            chosen = self.below(last + 1)
+            order[last], order[chosen] = order[chosen], order[last]
+        return order
+
 
 Direction = Literal["both", "left", "right"]
 
@@ -175,3 +214,137 @@ def _rewired(edges: list[tuple[int, int]], size: int, draws: Draws) -> npt.NDArr
             adjacency[one, other] = adjacency[other, one] = is_edge
         edges[first], edges[second] = (a, d), (c, b)
     return adjacency
+
+
+_Edges: TypeAlias = list[tuple[int, int, float]]
+"""Pairs that exchange in a turn, with the weight that each gives to the other's value."""
+
+
+def base_graph(size: int, base: int = 2) -> Topology:
+    """At most `base` − 1 partners a turn, and after one period everybody has the exact average.
+
+    A larger base has more partners a turn and fewer turns: at most about 2·log(size) / log(base) + 2.
+    """
+    check_size(size)
+    if base < 2:
+        raise UsageError(f"a base-{base} graph is impossible.", next_step="take a base of 2 or more.")
+    num_groups, group_size = 1, size
+    for factor in range(2, base + 1):
+        while group_size % factor == 0:
+            num_groups, group_size = num_groups * factor, group_size // factor
+    ranks = range(size)
+    inside = [_simple(ranks[first : first + group_size], base) for first in range(0, size, group_size)]
+    across = [_hypercube(ranks[place::group_size], base) for place in range(group_size)]
+    turns = min(_simple(ranks, base), _side_by_side(inside) + _side_by_side(across), key=len)
+    return Topology.cycle(f"base:{base}", [_turn(size, edges) for edges in turns or [[]]])
+
+
+def _simple(ranks: Sequence[int], base: int) -> list[_Edges]:
+    """Algorithm 2: parts as the digits of the number of ranks say, each a multiple of a power of the base.
+
+    First each part averages inside. Then, from the largest part on, its blocks exchange with all the smaller
+    parts, so that the mean of each block and that of the smaller parts become the common one; after that the
+    blocks average inside.
+    """
+    place = 1
+    while place * base <= len(ranks):
+        place *= base
+    parts: list[list[Sequence[int]]] = []
+    start = 0
+    while start < len(ranks):
+        num_blocks = (len(ranks) - start) // place
+        if num_blocks:
+            ends = [start + place * block for block in range(num_blocks + 1)]
+            parts.append([ranks[first : first + place] for first in ends[:-1]])
+            start = ends[-1]
+        place //= base
+    if len(parts) == 1:
+        return _hypercube(ranks, base)
+    opening = _side_by_side(_hypercube([rank for block in part for rank in block], base) for part in parts)
+    return opening + _side_by_side(
+        [
+            *([[]] * index),
+            _handing_down(part, parts[index + 1 :]),
+            *_side_by_side(_hypercube(block, base) for block in part),
+        ]
+        for index, part in enumerate(parts[:-1])
+    )
+
+
+def _handing_down(part: list[Sequence[int]], smaller: list[list[Sequence[int]]]) -> _Edges:
+    rest = [rank for other in smaller for block in other for rank in block]
+    weight = len(part[0]) / (len(part) * len(part[0]) + len(rest))
+    return [(rank, partner, weight) for block in part for rank, partner in zip(rest, block, strict=False)]
+
+
+def _hypercube(ranks: Sequence[int], base: int) -> list[_Edges]:
+    """Algorithm 1: in each turn, cliques along one factor of the number of ranks."""
+    turns = []
+    stride = 1
+    for factor in _factors(len(ranks), base):
+        corners = [place for place in range(len(ranks)) if place // stride % factor == 0]
+        cliques = [ranks[corner : corner + stride * factor : stride] for corner in corners]
+        turns.append([(*pair, 1 / factor) for clique in cliques for pair in combinations(clique, 2)])
+        stride *= factor
+    return turns
+
+
+@cache
+def _factors(number: int, largest: int) -> tuple[int, ...]:
+    """The fewest factors of `number`, none above `largest`."""
+    if number == 1:
+        return ()
+    fitting = [factor for factor in range(largest, 1, -1) if number % factor == 0]
+    return min(((factor, *_factors(number // factor, largest)) for factor in fitting), key=len)
+
+
+def _side_by_side(schedules: Iterable[list[_Edges]]) -> list[_Edges]:
+    return [list(chain(*edges)) for edges in zip_longest(*schedules, fillvalue=[])]
+
+
+def _turn(size: int, edges: _Edges) -> Turn:
+    matrix = np.zeros((size, size))
+    for one, other, weight in edges:
+        matrix[one, other] = matrix[other, one] = weight
+    np.fill_diagonal(matrix, 1 - matrix.sum(axis=1))
+    return matrix_turn(matrix)
+
+
+Kind = Literal["binary", "chain"]
+
+_PARENTS: dict[Kind, Callable[[int], int]] = {
+    "binary": lambda rank: (rank - 1) // 2,
+    "chain": lambda rank: rank - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One edge of the tree, seen from one of its ends."""
+
+    color: int
+    """Edges that meet in a rank have different ones, so that those of one color are pairs."""
+    partner: int
+    size: int
+    """How many ranks lie beyond it, the partner included."""
+
+
+def branches(kind: Kind, size: int) -> list[list[Branch]]:
+    """Gives each rank's edges in a tree of `size` ranks, in order of color."""
+    parent_of = _PARENTS[kind]
+    below = [1] * size
+    for rank in range(size - 1, 0, -1):
+        below[parent_of(rank)] += below[rank]
+    found: list[list[Branch]] = [[] for _ in range(size)]
+    for rank in range(1, size):
+        parent = parent_of(rank)
+        taken = {branch.color for branch in found[parent]}
+        color = next(number for number in range(size) if number not in taken)
+        found[parent].append(Branch(color, rank, below[rank]))
+        found[rank].append(Branch(color, parent, size - below[rank]))
+    return [sorted(own, key=lambda branch: branch.color) for own in found]
+
+
+def num_colors(tree: Sequence[Sequence[Branch]]) -> int:
+    """Counts the meetings that a round takes."""
+    return max((branch.color + 1 for own in tree for branch in own), default=0)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import UsageError
-from shoal.topology import graphs, machines, schedules
-from shoal.topology.base_graphs import base_graph
-from shoal.topology.own import Graph, from_graph, from_matrices, from_matrix
-from shoal.topology.plan import Topology, check_size
+from shoal.topology import graphs, schedules
+from shoal.topology.graphs import base_graph
+from shoal.topology.plan import Graph, Topology, check_size, from_graph, from_matrices, from_matrix
 
 
 def _one_peer(size: int, graph: str = "exponential-2", local_size: int = 1) -> Topology:
@@ -32,9 +31,9 @@ TOPOLOGIES: Mapping[str, Callable[..., Topology]] = {
     "random-regular": graphs.random_regular,
     "one-peer": _one_peer,
     "one-peer-exponential": schedules.one_peer_exponential,
-    "inner-outer-ring": machines.inner_outer_ring,
-    "inner-outer-exponential": machines.inner_outer_exponential,
-    "machine-exponential": machines.machine_exponential,
+    "inner-outer-ring": schedules.inner_outer_ring,
+    "inner-outer-exponential": schedules.inner_outer_exponential,
+    "machine-exponential": schedules.machine_exponential,
     "base": base_graph,
     "random-matching": schedules.random_matching,
 }

@@ -76,7 +76,7 @@ def test_frames_of_a_turn_share_a_packet():
 def test_frames_that_do_not_fit_take_several_packets_in_order():
     one = session(AeadSeal(b"k" * 32, b"k" * 32))
     for number in range(50):
-        one.queue(encode((7, number, 0, 2, bytes(100))))
+        one.queue(encode((5, number, None, [bytes(100)])))
     one.flush()
     assert all(len(packet) <= MAX_PACKET_BYTES for packet in one.socket.sent)
     assert len(one.socket.sent) == 5

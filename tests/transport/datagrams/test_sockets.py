@@ -94,7 +94,7 @@ def test_packets_go_to_whom_they_concern():
         PREFIX + b"\x05" + body,
         PREFIX + b"\x01" + body,
         PREFIX + b"\x81" + body,
-        b"\xf0D\x02\x04" + body,
+        b"\xf0D\x09\x04" + body,
     ):
         port.datagram_received(packet, ("10.0.0.1", 1))
     assert port._handshakes.heard == ["stray", "unknown", "greeting", "greeting", "version"]

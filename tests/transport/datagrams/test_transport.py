@@ -22,7 +22,6 @@ from shoal.core import (
     VersionMismatch,
 )
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.datagrams.caller import MAX_SPAN
 from shoal.transport.datagrams.transport import WINDOW, DatagramTransport
 from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, Kind
 from shoal.transport.frames import encode
@@ -142,7 +141,7 @@ def test_many_at_once_share_packets_and_keep_to_the_window(run):
             calls = [client.call(peer, "echo now", number, deadline=soon()) for number in range(1, 1000)]
             replies = await asyncio.gather(*calls)
             assert [reply.payload for reply in replies] == list(range(1, 1000))
-            assert probe.seen == list(range(1000))  # in order of asking
+            assert list(dict.fromkeys(probe.seen)) == list(range(1000))  # in order of asking
             assert client.stats.packets_out < 200
             assert client.num_sessions == server.num_sessions == 1
 
@@ -216,13 +215,15 @@ def test_without_streams_what_is_too_large_says_so(run):
                 await client.notify(peer, "echo", None, [bytes(1200)], deadline=soon())
             with pytest.raises(PeerRefused, match=r"(?s)20,000 bytes.*datagrams alone"):
                 await client.call(peer, "make", 20_000, deadline=soon())
-            assert len((await client.call(peer, "make", 8000, deadline=soon())).buffers[0]) == 8000
+            with pytest.raises(PeerRefused, match="more than a datagram"):
+                await client.call(peer, "text", 1200, deadline=soon())
+            assert len((await client.call(peer, "make", 1000, deadline=soon())).buffers[0]) == 1000
 
     run(check())
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_with_streams_size_does_not_matter_and_handlers_run_once(run, is_sealed):
+def test_with_streams_size_does_not_matter(run, is_sealed):
     async def check():
         probe = Probe()
         async with real_pair(probe, is_sealed=is_sealed, has_streams=True) as (server, client, peer):
@@ -248,8 +249,9 @@ def test_with_streams_size_does_not_matter_and_handlers_run_once(run, is_sealed)
             assert all(bytes(buffer) == large[:1000] for buffer in reply.buffers)
             assert len(reply.buffers) == 100
             assert methods == ["double"]
-            await until(lambda: probe.num_sent == before + 1)
-            assert probe.seen.count("double") == 1
+            # once for a datagram, which it does not fit into, and once over the stream: both give memory back
+            await until(lambda: probe.num_sent == before + 2)
+            assert probe.seen.count("double") == 2
             assert len((await client.call(peer, "text", 50_000, deadline=soon())).payload) == 50_000
             await client.notify(peer, "echo", "told", [large], deadline=soon())
             await until(lambda: "told" in probe.seen)
@@ -396,7 +398,7 @@ def test_an_address_must_be_free_and_allowed(run):
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_call_is_answered_once_on_a_bad_network(is_sealed, seed):
+def test_every_call_is_answered_on_a_bad_network(is_sealed, seed):
     async def check():
         air = Air(seed, loss=0.2, duplicate=0.2, delay_s=(0.01, 0.08))
         swarm, probe = Swarm(), Probe()
@@ -411,10 +413,11 @@ def test_every_call_is_answered_once_on_a_bad_network(is_sealed, seed):
             ]
             replies = await asyncio.gather(*calls)
             assert [reply.payload for reply in replies] == list(range(400))
-            assert sorted(probe.seen) == list(range(400))
-            assert probe.num_sent == 400
+            assert sorted(dict.fromkeys(probe.seen)) == list(range(400))
+            assert len(probe.seen) < 800  # again only where an answer was lost, or a request came twice
+            assert probe.num_sent == len(probe.seen)
             assert client.stats.resent > 20
-            assert server.stats.duplicates > 20
+            assert server.stats.duplicates > 20 or not is_sealed
             await asyncio.sleep(10)
             assert client.num_calls == server.num_calls == 0
             assert all(len(packet) <= MAX_PACKET_BYTES for _, _, packet in air.packets)
@@ -423,39 +426,19 @@ def test_every_call_is_answered_once_on_a_bad_network(is_sealed, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_of_several_datagrams_on_a_bad_network(seed):
+def test_answers_up_to_a_datagram_come_whole_on_a_bad_network(seed):
     async def check():
         air, probe = Air(seed, loss=0.3, duplicate=0.1, delay_s=(0.01, 0.05)), Probe()
         async with (
             open_on(air, "server", handlers=probe.register) as (_, address),
             open_on(air, "client", listen=False) as (client, _),
         ):
-            for size in (1100, 1130, 1160, 2000, 5000, 8800):
+            for size in (0, 600, 1100):
                 payload = (await client.call(address, "text", size, deadline=soon(60))).payload
                 assert payload == "x" * size
-
-    run_virtual(check())
-
-
-def test_only_missing_parts_are_asked_for_again():
-    async def check():
-        air, probe = Air(), Probe()
-        async with (
-            open_on(air, "server", handlers=probe.register) as (_, address),
-            open_on(air, "client", listen=False) as (client, _),
-        ):
-            await client.call(address, "echo", 1, deadline=soon())
-            num_large = 0
-
-            def lose_the_third(source, target, packet):
-                nonlocal num_large
-                num_large += len(packet) > 1000
-                return not (len(packet) > 1000 and num_large == 3)
-
-            air.should_pass = lose_the_third
-            assert len((await client.call(address, "text", 8000, deadline=soon())).payload) == 8000
-            assert num_large == 7 + 1  # seven full parts, and one of them again
-            assert client.stats.resent == 1
+            with pytest.raises(PeerRefused, match="more than a datagram"):
+                await client.call(address, "text", 1160, deadline=soon(60))
+            assert all(len(packet) <= MAX_PACKET_BYTES for _, _, packet in air.packets)
 
     run_virtual(check())
 
@@ -578,39 +561,25 @@ def test_a_peer_that_was_started_again_is_greeted_again():
     run_virtual(check())
 
 
-def test_a_call_that_may_have_run_before_the_peer_started_again_fails():
+def test_calls_are_made_again_at_a_peer_that_was_started_again():
     async def check():
         air, probe = Air(), Probe()
         async with open_on(air, "client", listen=False) as (client, _):
             async with open_on(air, "server", port=7, handlers=probe.register) as (_, address):
-                call = asyncio.ensure_future(client.call(address, "block", 1, deadline=soon(60)))
+                running = asyncio.ensure_future(client.call(address, "block", 1, deadline=soon(60)))
                 await asyncio.sleep(3)  # it was asked about, and is known to run
-                air.should_pass = lambda source, target, packet: source[0] != "server"  # no goodbye
-            air.should_pass = lambda source, target, packet: True
-            async with open_on(air, "server", port=7, handlers=probe.register):
-                with pytest.raises(PeerLost, match=r"(?s)block at server:7.*started again"):
-                    await call
-            assert probe.seen == [1]
-
-    run_virtual(check())
-
-
-def test_a_call_that_was_served_is_not_made_again_because_a_later_one_is_not_known():
-    async def check():
-        air, probe = Air(delay_s=(0.2, 0.2)), Probe()
-        async with open_on(air, "client", listen=False) as (client, _):
-            async with open_on(air, "server", port=7, handlers=probe.register) as (_, address):
-                await client.call(address, "echo", 0, deadline=soon())
-                air.should_pass = lambda source, target, packet: source[0] != "server"
-                served = asyncio.ensure_future(client.call(address, "echo", 1, deadline=soon()))
+                air.should_pass = lambda source, target, packet: (
+                    source[0] != "server"
+                )  # no answer, no goodbye
+                served = asyncio.ensure_future(client.call(address, "echo", 2, deadline=soon(60)))
                 await asyncio.sleep(0.25)
             air.should_pass = lambda source, target, packet: True
+            probe.gate.set()
             async with open_on(air, "server", port=7, handlers=probe.register):
-                later = asyncio.ensure_future(client.call(address, "echo", 2, deadline=soon()))
-                with pytest.raises(PeerLost, match="started again"):
-                    await served
-                assert (await later).payload == 2
-            assert probe.seen == [0, 1, 2]
+                assert (await running).payload == "opened"
+                assert (await served).payload == 2
+            assert probe.seen.count(1) == 2  # it was not run again while it ran
+            assert probe.seen.count(2) >= 2
 
     run_virtual(check())
 
@@ -828,16 +797,14 @@ def test_a_call_that_stays_open_does_not_hold_up_thousands_of_others():
             open_on(air, "client", listen=False) as (client, _),
         ):
             open_call = asyncio.ensure_future(client.call(address, "block", -1, deadline=soon(1000)))
-            for start in range(0, MAX_SPAN + 200, 50):
+            for start in range(0, 3000, 50):
                 calls = [
                     client.call(address, "echo now", n, deadline=soon()) for n in range(start, start + 50)
                 ]
                 await asyncio.gather(*calls)
-            assert client.num_sessions == 2
             probe.gate.set()
             assert (await open_call).payload == "opened"
-            assert client.num_sessions == 1
-            assert server.kept_bytes < 1 << 20
+            assert client.num_sessions == server.num_sessions == 1
 
     run_virtual(check())
 
@@ -917,7 +884,7 @@ def test_another_version_is_told_to_the_caller(caplog):
             assert client.num_sessions == 0
 
     run_virtual(check())
-    assert caplog.text.count("speaks version 9, not 1") == 1
+    assert caplog.text.count("speaks version 9, not 2") == 1
 
 
 def test_a_server_that_is_full_says_so():

@@ -7,24 +7,17 @@ from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_PACKET_BYTES,
-    MAX_PARTS,
-    PART_BYTES,
     PREFIX,
     TAG_BYTES,
-    Answer,
     Cancel,
     Failure,
-    Part,
     Request,
     UnreadablePacket,
     Working,
-    cut,
     decode_frames,
-    decode_outcome,
     encode_failure,
     encode_frames,
     encode_request,
-    renumbered,
     version_answer,
 )
 from shoal.transport.frames import ErrorHead, encode
@@ -43,14 +36,12 @@ def test_frames_come_back_in_order(num_frames):
     assert read.frames == [Working(number) for number in range(num_frames)]
 
 
-def test_a_request_keeps_its_content_under_another_id():
-    rest = encode((1500, "find", 0, {"key": b"abc"}))
-    frame = encode_request(3, rest)
-    for sent, call_id in ((frame, 3), (renumbered(frame, 2**40), 2**40)):
-        (read,) = decode_frames(encode_frames(0, [sent])).frames
-        assert (read.id, read.timeout_ms, read.method, read.mode) == (call_id, 1500, "find", 0)
-        assert msgspec.msgpack.decode(read.payload) == {"key": b"abc"}
-        assert read.buffers == []
+def test_a_request_keeps_its_content():
+    frame = encode_request(2**40, encode((1500, "find", 0, {"key": b"abc"})))
+    (read,) = decode_frames(encode_frames(0, [frame])).frames
+    assert (read.id, read.timeout_ms, read.method, read.mode) == (2**40, 1500, "find", 0)
+    assert msgspec.msgpack.decode(read.payload) == {"key": b"abc"}
+    assert read.buffers == []
 
 
 def test_a_request_with_buffers():
@@ -75,21 +66,13 @@ def test_the_largest_packet_fits_into_a_datagram():
     assert HEADER_BYTES + len(content) + TAG_BYTES <= MAX_PACKET_BYTES
 
 
-def test_parts_make_up_the_answer():
-    outcome = encode((5, 4, b"x" * (MAX_PARTS * PART_BYTES - 8)))
-    parts = [decode_frames(encode_frames(0, [part])).frames[0] for part in cut(4, outcome)]
-    assert [(part.id, part.index, part.num_parts) for part in parts] == [(4, n, MAX_PARTS) for n in range(8)]
-    assert all(isinstance(part, Part) and len(part.data) <= PART_BYTES for part in parts)
-    assert all(len(part) <= MAX_FRAME_BYTES for part in cut(2**63, outcome))
-    assert isinstance(decode_outcome(b"".join(part.data for part in parts)), Answer)
-
-
-def test_a_failure_is_cut_to_a_few_parts():
-    frame = encode_failure(1, ErrorHead("failed", "ü" * 2000, "é" * 2000, "💥" * 2000))
-    assert len(frame) <= MAX_PARTS * PART_BYTES
-    read = decode_outcome(frame)
+def test_a_failure_is_cut_to_one_datagram():
+    frame = encode_failure(2**63, ErrorHead("failed", "ü" * 2000, "é" * 2000, "💥" * 2000))
+    assert len(frame) <= MAX_FRAME_BYTES
+    (read,) = decode_frames(encode_frames(0, [frame])).frames
     assert isinstance(read, Failure)
-    assert read.what == "ü" * 500
+    assert read.what == "ü" * 170
+    assert read.next_step == "💥" * 85
 
 
 @pytest.mark.parametrize(
@@ -111,11 +94,6 @@ def test_a_failure_is_cut_to_a_few_parts():
 def test_nonsense_is_unreadable(content):
     with pytest.raises(UnreadablePacket):
         decode_frames(content)
-
-
-def test_an_outcome_is_nothing_else():
-    with pytest.raises(UnreadablePacket):
-        decode_outcome(encode((8, 1)))
 
 
 def test_the_answer_to_another_version_is_small_and_ours():

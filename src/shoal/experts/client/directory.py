@@ -413,7 +413,7 @@ class GridCache:
         return num_dropped > 0
 
     def forget_all(self) -> None:
-        """Begin anew."""
+        """Forgets everything, as if nobody had told anything yet."""
         self._prefixes.clear()
         self._experts.clear()
         self._doubted.clear()

@@ -57,7 +57,7 @@ class KnownServer:
             self.num_in_flight -= 1
 
     def on_answer(self, method: str, seconds: float, size_bytes: int, waited_s: float) -> None:
-        """It has answered."""
+        """Notes that it has answered a call."""
         with self._lock:
             self._deadlines[method].observe(seconds, size_bytes)
         self.suspect_until_s = 0.0

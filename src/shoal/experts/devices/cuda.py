@@ -76,7 +76,7 @@ class PinnedArena:
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """Computes on one GPU."""
 
     def __init__(self, settings: ServerSettings, kept: InputCache) -> None:
         if not torch.cuda.is_available():

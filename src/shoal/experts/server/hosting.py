@@ -166,7 +166,7 @@ class Hosting:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who serves."""
+        """The id of the peer that serves."""
         return self.identity.peer_id
 
     @property

@@ -17,6 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -67,6 +68,8 @@ _OPS = {
 _FOREVER = datetime.timedelta(days=365)  # who is lost is noticed by the mesh
 PIECE_BYTES = 16 << 20
 """A network of 10 Gbit/s carries it in 13 ms, so that delays do not count, and a bus of 10 GB/s in 2 ms."""
+_EXCHANGED_BYTES = 4 << 20
+"""A piece of an exchange: the processor's cache may still hold it when it is mixed."""
 _EARLY_BYTES = 4 << 20
 """Up to this size a tensor is sent before it is known that all machines have come to the operation."""
 _ended: deque[Any] = deque(maxlen=4)
@@ -293,14 +296,17 @@ class Collectives:
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
         self._note(seq, outside)
         host = (yield from self._staging.to_host(own)) if outside else own
+        places = self._staging.places(flat)
         for rank in outside:
             if not self._members.is_gone(rank, seq):
                 said = MachineGreeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
                 self._mesh.send(rank, (seq, "said", self._mesh.rank), said.encode())
-                sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host, is_bounded=True)
-                if host is flat:
-                    self._sending.append((span_of(flat), sending))
-        coming = {rank: self._from_rank(seq, rank, self._staging.buffer(flat)) for rank in sorted(sources)}
+                for number, place in enumerate(places):
+                    key = (seq, f"x {number}", self._mesh.rank)
+                    sending = self._mesh.send(rank, key, host[place], is_bounded=True)
+                    if host is flat:
+                        self._sending.append((span_of(flat), sending))
+        coming = {rank: self._from_rank(seq, rank, flat, places) for rank in sorted(sources)}
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
@@ -309,22 +315,41 @@ class Collectives:
         yield FREE
         if inside is not None:
             yield inside
-        parts, kept = [], 0.0
-        for rank, step in coming.items():
-            came = yield step
+        factors, kept = {}, 0.0
+        for rank, (said_by, *_) in coming.items():
+            came = yield said_by
             if came is None:
                 kept += sources[rank]
                 continue
-            heard = MachineGreeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
-            parts.append((came[1].to(flat.device, non_blocking=True), sources[rank] * heard.detail))
-        if inside is None:
-            mix_into(mixed, own, weights.own + kept, parts)
-        elif weights.is_difference:
-            add_differences(mixed, own, parts)
-        else:
-            if kept:
-                parts.append((own, kept))
-            mix_into(mixed, mixed, 1.0, parts)
+            heard = MachineGreeting.decode(came, describe("exchange", flat), self._mesh.rank)
+            factors[rank] = sources[rank] * heard.detail
+        parts: dict[int, list[torch.Tensor]] = {rank: [] for rank in factors}
+        # One source's pieces are mixed while the next ones come: should it be lost before the last, all is
+        # computed anew from one's own values, which are still there, and `out` is nobody's parameters yet.
+        is_mixed_early = inside is None and out is not None and not kept and len(parts) == 1
+        for number, place in enumerate(places):
+            for rank in list(parts):
+                came = yield coming[rank][1 + number]
+                if came is None:
+                    del parts[rank]
+                    kept += sources[rank]
+                    continue
+                piece = came.view(flat.dtype).to(flat.device, non_blocking=True)
+                parts[rank].append(piece)
+                if is_mixed_early:
+                    mix_into(mixed[place], own[place], weights.own, [(piece, factors[rank])])
+        if is_mixed_early and parts:
+            return put_back(mixed, given)
+        for number, place in enumerate(places):
+            theirs = [(pieces[number], factors[rank]) for rank, pieces in parts.items()]
+            if inside is None:
+                mix_into(mixed[place], own[place], weights.own + kept, theirs)
+            elif weights.is_difference:
+                add_differences(mixed[place], own[place], theirs)
+            else:
+                if kept:
+                    theirs.append((own[place], kept))
+                mix_into(mixed[place], mixed[place], 1.0, theirs)
         return put_back(mixed, given)
 
     def exchange_machines(
@@ -349,7 +374,7 @@ class Collectives:
         heard = yield from between.greet(describe("exchange_machines", flat), named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
-            other: between.hear(other, "mean", self._staging.buffer(flat))
+            other: between.hear(other, "mean", self._staging.pinned(flat))
             for other in named
             if other in heard
         }
@@ -364,7 +389,7 @@ class Collectives:
             if came is ABSENT:
                 own += weight
             else:
-                parts.append((came.to(flat.device, non_blocking=True), weight))
+                parts.append((came.view(flat.dtype).to(flat.device, non_blocking=True), weight))
         yield between.told()
         mix_into(flat, flat, own, parts)
 
@@ -502,15 +527,17 @@ class Collectives:
             yield FREE
         yield PendingStep(look)
 
-    def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> PendingStep:
-        """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
-        said = self._mesh.receive(rank, (seq, "said", rank))
-        came = self._mesh.receive(rank, (seq, "x", rank), into)
+    def _from_rank(
+        self, seq: int, rank: int, like: torch.Tensor, places: Sequence[slice]
+    ) -> list[PendingStep]:
+        """Waits for what a rank sends in an exchange: a greeting, then its pieces; None when it is gone."""
+        receives = [self._mesh.receive(rank, (seq, "said", rank))]
+        pinned = self._staging.pinned(like)
+        for number, place in enumerate(places):
+            into = None if pinned is None else pinned[place]
+            receives.append(self._mesh.receive(rank, (seq, f"x {number}", rank), into))
         ask_at_s = time.monotonic() + _ASK_AFTER_S
         asked: MeshHandle[Reply] | None = None
-
-        def is_here() -> bool:
-            return said.is_done() and came.is_done()
 
         def ask() -> Any:
             """Asks, when it has been long, if anything will come: True, False, or what is called instead."""
@@ -521,10 +548,10 @@ class Collectives:
                 return asked.wait().payload if asked is not None and asked.is_done() else None
             return None
 
-        def look() -> Any:
-            if not is_here() and not self._members.is_gone(rank, seq):
+        def look(received: Handle[torch.Tensor | None]) -> Any:
+            if not received.is_done() and not self._members.is_gone(rank, seq):
                 answer = ask()
-                if is_here() or answer in (None, True):
+                if received.is_done() or answer in (None, True):
                     return PENDING
                 if isinstance(answer, str):
                     raise mismatch(self._mesh.rank, "exchange", rank, answer)
@@ -532,14 +559,12 @@ class Collectives:
                     f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
                     next_step="let sources and destinations agree; a Topology's weights do.",
                 )
-            if is_here():
+            if received.is_done():
                 with contextlib.suppress(PeerLost):
-                    greeting, tensor = said.wait(), came.wait()
-                    if greeting is not None and tensor is not None:
-                        return greeting, tensor
+                    return received.wait()
             return None
 
-        return PendingStep(look, lambda: rank)
+        return [PendingStep(partial(look, received), lambda: rank) for received in receives]
 
 
 def _inside(handle: Handle[Any]) -> Steps:
@@ -601,6 +626,15 @@ class HostStaging:
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Makes memory of the host for a flat tensor; torch keeps pinned memory for the next one."""
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.is_cuda)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Makes memory for what comes to a GPU; None for the CPU, to which it comes in memory used again."""
+        return self.buffer(like) if like.is_cuda else None
+
+    def places(self, flat: torch.Tensor) -> list[slice]:
+        """Cuts a tensor into the pieces in which it travels in an exchange, alike on all machines."""
+        step = max(1, _EXCHANGED_BYTES // flat.element_size())
+        return [slice(start, start + step) for start in range(0, max(1, flat.numel()), step)]
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> Handle[None]:
         """Begins to copy in the current stream; done when the host may use both."""

@@ -411,6 +411,6 @@ class _DeviceSlot(Slot):
         self._inner = inner
 
     def clear(self) -> None:
-        """Empties it."""
+        """Empties the slot, once its content was read."""
         self._inner.clear()
         self.num_writes, self.mass, self.note = 0, 0.0, b""

@@ -8,9 +8,11 @@ that was lost goes on as soon as somebody writes the word for it. With interproc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,11 @@ _NO_FLAGS = 0
 GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
 MakeDevice = Callable[[torch.device], "SharedDevice"]
+_still_pinned: deque[tuple[Callable[[], bool], SharedDevice]] = deque()
+"""Devices of closed groups whose GPU had work left then, and what tells whether it is done.
+
+They hold the host memory that they have registered: a new mapping at the same addresses could not be.
+"""
 
 
 def open_device(device: torch.device) -> SharedDevice:
@@ -128,6 +135,7 @@ class DeviceMemory(MappedMemory[Segment]):
     def _allocate(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, tuple[int, str, bytes]]:
         """Takes this worker's memory; says its rank, its GPU and the handle by which others attach it."""
         if self._device is None:
+            _unpin_what_is_done()
             opened = self._make(device)
             opened.register(self._engine.control.memory)
             self._device = opened
@@ -174,8 +182,20 @@ class DeviceMemory(MappedMemory[Segment]):
     def close(self) -> None:
         """Gives the memory back, as far as no tensor holds it; what the GPU may still write stays pinned."""
         self._segments.clear()
-        if self._device is not None and self.drain()():
-            self._device.unregister(self._engine.control.memory)
+        if self._device is not None:
+            _still_pinned.append((self.drain(), self._device))
+            _unpin_what_is_done()
+
+
+def _unpin_what_is_done() -> None:
+    """Gives back the host memory of closed groups that no GPU writes any more."""
+    for _ in range(len(_still_pinned)):
+        with contextlib.suppress(IndexError):  # another thread has it
+            is_done, device = _still_pinned.popleft()
+            if is_done():
+                device.unregister_all()
+            else:
+                _still_pinned.append((is_done, device))
 
 
 class DeviceSlot:
@@ -304,8 +324,8 @@ class SharedDevice:
         self.copy_on_device = driver.prepare("cuMemcpyDtoDAsync_v2", *copy)
         self._side: DeviceStream | None = None
         self._streams: dict[int, DeviceStream] = {}
-        self._registered: dict[int, tuple[int, int]] = {}
-        """By the first address of registered memory: its end, and how far off the GPU sees it."""
+        self._registered: dict[int, tuple[int, int, torch.Tensor]] = {}
+        """By the first address of registered memory: its end, how far off the GPU sees it, and the memory."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies in its memory."""
@@ -395,12 +415,17 @@ class SharedDevice:
             "cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(start), ctypes.c_uint(0)
         )
         self._driver.check(error, "map host memory")
-        self._registered[start] = start + memory.nbytes, seen.value - start
+        self._registered[start] = start + memory.nbytes, seen.value - start, memory
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Ends what `register` began."""
         if self._registered.pop(memory.data_ptr(), None) is not None:
             self._driver.call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
+
+    def unregister_all(self) -> None:
+        """Ends what `register` began for all memory, also that of windows nobody has closed."""
+        for _, _, memory in list(self._registered.values()):
+            self.unregister(memory)
 
     def synchronize(self) -> None:
         """Waits until the GPU has done all that this process gave it."""
@@ -408,7 +433,7 @@ class SharedDevice:
 
     def seen_by_gpu(self, address: int) -> int:
         """Finds where the GPU sees registered host memory."""
-        for start, (end, offset) in self._registered.items():
+        for start, (end, offset, _) in self._registered.items():
             if start <= address < end:
                 return address + offset
         raise UsageError(f"{self.name} cannot reach the host memory at {address:#x}.")

@@ -56,7 +56,7 @@ class ProcessWatch:
         self._is_open = False
 
     def open(self) -> None:
-        """Begins to beat."""
+        """Starts the thread that beats and watches the others."""
         self._control.set(BEAT, time.monotonic_ns())
         if sys.platform == "linux":
             for rank in self._present:

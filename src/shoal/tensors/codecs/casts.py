@@ -19,16 +19,16 @@ class Plain(FormatCodec):
     name = PLAIN
 
     def options(self, spec: TensorSpec) -> None:
-        """Always plain."""
+        """The options of the codec: none."""
         return
 
     @classmethod
     def parts(cls, spec: TensorSpec, options: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """The tensor itself."""
+        """Gives the tensor itself as the only part."""
         return (spec,)
 
     def compress(self, flat: torch.Tensor, options: tuple[int, ...], slot: str) -> list[torch.Tensor] | None:
-        """Nothing to do."""
+        """Compresses nothing: None lets the tensor travel as it is."""
         return None
 
     @classmethod

@@ -61,7 +61,7 @@ class Int8(FormatCodec):
         return cls(block_size, generator)
 
     def options(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The block's size."""
+        """The options of the codec: the size of a block."""
         return (self.block_size or math.prod(spec.shape),)
 
     @classmethod

@@ -1,10 +1,10 @@
-"""The callee's side of datagrams: a request is served once, and its answer kept while it may be asked for.
+"""The callee's side of datagrams: a request is served, and its answer sent in one packet.
 
-A caller tells with every packet which of its calls is the oldest still open; answers to earlier ones are
-forgotten. A request that comes again while its handler runs is answered with 'working', one whose answer is
-kept with that answer. No handler runs for an address that has not proven itself. An answer that takes more
-than a few datagrams waits for its caller to take it over a stream, so that its handler, too, runs once and on
-the loop of the datagrams.
+Requests are idempotent. One that comes again while its handler runs is answered with 'working'; one that
+comes again later, because its answer was lost, is served again. An answer that does not fit into a packet is
+replaced by 'too large', and its caller asks again over a stream. A caller tells with every packet which of
+its calls is the oldest still open: handlers of earlier ones are cancelled. No handler runs for an address
+that has not proven itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
-import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,7 +23,6 @@ from shoal.core import (
     LimitExceeded,
     Peer,
     PeerBusy,
-    PeerId,
     PeerRefused,
     ShoalError,
     UsageError,
@@ -34,28 +31,22 @@ from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_
 from shoal.transport.datagrams.wire import (
     LEFT,
     MAX_FRAME_BYTES,
-    MAX_PARTS,
-    PART_BYTES,
     Cancel,
-    Fetch,
     Goodbye,
-    Parked,
     Proof,
     Request,
     SocketAddress,
+    TooLarge,
     Working,
-    cut,
     encode_failure,
 )
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
-from shoal.transport.limits import MIB
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
     EMPTY_REPLY,
     Head,
     Reply,
     Route,
-    Routes,
     byte_views,
     checked_reply,
     encode_head,
@@ -68,21 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT_BYTES = 1 << 20
-"""What is kept of one session's answers."""
-MAX_KEPT_BYTES_IN_ALL = 64 << 20
-"""What is kept of all sessions' answers."""
-ENTRY_BYTES = 200
-"""What remembering a call takes beside its answer."""
-MAX_SPAN = 2560
-"""Ids from a caller's oldest open call to its newest; a caller that keeps to its own bound has fewer."""
-TAKE_LARGE = "shoal.parked"
-"""The method by which an answer is taken over a stream."""
-LARGE_KEPT_S = 10.0
-MAX_LARGE = 256
-MAX_LARGE_BYTES = 256 * MIB
-_TICKET_BYTES = 16
-_MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
@@ -117,7 +93,8 @@ class CalleeSession(Session):
         self.is_proven = False
         """Whether the caller has shown that it receives where its packets come from."""
         self.hello_nonce = b""
-        self.kept = AnswerCache(transport)
+        self._oldest_open = 0
+        """Calls before this one are of no interest to their caller."""
         self._running: dict[int, ServedCall] = {}
 
     @property
@@ -143,17 +120,16 @@ class CalleeSession(Session):
             self.is_proven, self.where, self.socket = True, where, socket
             self.peer = Peer(peer_at(where).address, self.peer.id)
         self.used_at_s = self.transport.loop.time()
-        if frames.oldest > self.kept.oldest:
+        if frames.oldest > self._oldest_open:
+            self._oldest_open = frames.oldest
             if self._running:
                 self._cancel_before(frames.oldest)
-            self.kept.forget_before(frames.oldest)
         for frame in frames.frames:
             if type(frame) is Request:
                 self._on_request(frame, len(packet))
             elif type(frame) is Cancel:
-                self._on_cancel(frame.id)
-            elif type(frame) is Fetch:
-                self._on_fetch(frame)
+                if frame.id in self._running:
+                    self._cancel(self._running[frame.id])
             elif type(frame) is Goodbye:
                 self.transport.drop(self, "its caller has left.")
                 return
@@ -163,19 +139,17 @@ class CalleeSession(Session):
         self.is_open = False
         for call in tuple(self._running.values()):
             self._cancel(call)
-        self.kept.clear()
 
     # --- requests ---
 
     def _on_request(self, frame: Request, packet_bytes: int) -> None:
         call_id = frame.id
-        kept = self.kept.get(call_id)
-        if kept is not None or call_id < self.kept.oldest or call_id in self._running:
+        if call_id in self._running:
             self.transport.stats.duplicates += 1
-            self._repeat(call_id, kept)
+            self.queue(encode(Working(call_id)))
             return
-        if call_id - self.kept.oldest > MAX_SPAN:  # told and not remembered
-            self.queue(encode_failure(call_id, to_wire(_too_many())))
+        if call_id < self._oldest_open:  # a late copy of one that nobody waits for
+            self.transport.stats.duplicates += 1
             return
         try:
             route, head = self._accept(frame)
@@ -217,33 +191,6 @@ class CalleeSession(Session):
         timeout_ms = frame.timeout_ms
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
-
-    def _repeat(self, call_id: int, kept: bytes | None) -> None:
-        """Tell the caller once more how its call stands; nothing where it is of no interest to it."""
-        if kept:
-            self._send_whole_or_cut(call_id, kept)
-        elif kept is not None:
-            error = PeerBusy("its answer is kept no longer.", next_step=_LATER)
-            self.queue(encode_failure(call_id, to_wire(error)))
-        elif call_id in self._running:
-            self.queue(encode(Working(call_id)))
-
-    def _on_fetch(self, frame: Fetch) -> None:
-        kept = self.kept.get(frame.id)
-        if kept is not None and len(kept) > MAX_FRAME_BYTES:
-            parts = cut(frame.id, kept)
-            for index in frame.missing[:MAX_PARTS]:
-                if 0 <= index < len(parts):
-                    self.queue(parts[index])
-        else:
-            self._repeat(frame.id, kept)
-
-    def _on_cancel(self, call_id: int) -> None:
-        call = self._running.get(call_id)
-        if call is not None:
-            self._cancel(call)
-            if self.kept.get(call_id) is None:
-                self.kept.keep(call_id, b"")  # a copy of its request must not run
 
     # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
 
@@ -314,8 +261,8 @@ class CalleeSession(Session):
 
     def _cancel_before(self, oldest: int) -> None:
         """End the handlers of calls that nobody waits for; the frame that says so may have been lost."""
-        for call_id in _ids_between(self._running, self.kept.oldest, oldest):
-            if not (call := self._running[call_id]).is_one_way:
+        for call in tuple(self._running.values()):
+            if call.id < oldest and not call.is_one_way:
                 self._cancel(call)
 
     def _cancel(self, call: ServedCall) -> None:
@@ -335,22 +282,21 @@ class CalleeSession(Session):
     # --- answers ---
 
     def _answer(self, call_id: int, method: str, returned: Any) -> None:
-        """Send what a handler returned, and keep it for the case that it is lost on the way."""
+        """Send what a handler returned, or that it is too large for a datagram."""
         reply = EMPTY_REPLY
         try:
             reply = returned if type(returned) is Reply else checked_reply(returned)
             content: Any = (5, call_id, reply.payload)
+            size_bytes = 0
             if reply.buffers:
                 views = byte_views(reply.buffers)
                 content = (5, call_id, reply.payload, views)
-                total_bytes = sum(map(len, views))
-                if total_bytes > _MAX_ANSWER_BYTES:
-                    self._keep_for_stream(call_id, method, reply, total_bytes)
-                    return
-            frame = encode_head(method, content, self.transport.limits.max_head_bytes)
-            if len(frame) > _MAX_ANSWER_BYTES:
-                self._keep_for_stream(call_id, method, reply, len(frame))
-                return
+                size_bytes = sum(map(len, views))
+            if size_bytes <= MAX_FRAME_BYTES:
+                frame = encode_head(method, content, self.transport.limits.max_head_bytes)
+                size_bytes = len(frame)
+            if size_bytes > MAX_FRAME_BYTES:
+                frame = self._too_large(call_id, method, size_bytes)
         except Exception as error:  # noqa: BLE001 - what cannot be sent is told to the caller
             release(reply)
             self._fail(call_id, method, error)
@@ -359,16 +305,14 @@ class CalleeSession(Session):
             release(reply)
         self._send_outcome(call_id, frame)
 
-    def _keep_for_stream(self, call_id: int, method: str, reply: Reply, size_bytes: int) -> None:
-        large_answers = self.transport.large_answers
-        if large_answers is None:
+    def _too_large(self, call_id: int, method: str, size_bytes: int) -> bytes:
+        if self.transport.streams is None:
             raise LimitExceeded(
-                f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
+                f"the answer of {method} takes {size_bytes:,} bytes, more than a datagram.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        ticket = large_answers.add(reply, size_bytes, self.peer.id, self.transport.loop)
-        self._send_outcome(call_id, encode(Parked(call_id, ticket, size_bytes)))
+        return encode(TooLarge(call_id, size_bytes))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
         self._log(method, error)
@@ -379,17 +323,8 @@ class CalleeSession(Session):
             log.error("%s, called by %s, failed", method, self.peer, exc_info=error)
 
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
-        if not self.is_open or call_id < self.kept.oldest:  # its caller has left, or has given it up
-            return
-        self.kept.keep(call_id, frame)
-        self._send_whole_or_cut(call_id, frame)
-
-    def _send_whole_or_cut(self, call_id: int, outcome: bytes) -> None:
-        if len(outcome) <= MAX_FRAME_BYTES:
-            self.queue(outcome)
-            return
-        for part in cut(call_id, outcome):
-            self.queue(part)
+        if self.is_open and call_id >= self._oldest_open:  # else its caller has left, or has given it up
+            self.queue(frame)
 
 
 def _too_many() -> PeerBusy:
@@ -407,147 +342,3 @@ def _memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: Buffer
     views = fitting_views(route.allocate(head), head.sizes)
     fill_all(views, buffers)
     return views
-
-
-class AnswerCache:
-    """The answers of one session, as long as they may be asked for again.
-
-    Every call from the caller's oldest open one on is remembered, so that none runs twice. Within bounds, its
-    answer is too: an encoded Answer, Failure or Parked frame, or nothing when it had to go.
-    """
-
-    def __init__(self, transport: DatagramTransport) -> None:
-        self.oldest = 0
-        """Calls before this one are of no interest to their caller."""
-        self.size_bytes = 0
-        self._transport = transport
-        self._answers: dict[int, bytes] = {}  # the latest last
-
-    def get(self, call_id: int) -> bytes | None:
-        """A call's answer, empty if it is kept no longer; None for a call that is not known."""
-        return self._answers.get(call_id)
-
-    def keep(self, call_id: int, answer: bytes) -> None:
-        """Remember that a call was served, and its answer."""
-        self._answers[call_id] = answer
-        self._count(ENTRY_BYTES + len(answer))
-        if self.size_bytes > MAX_KEPT_BYTES:
-            self.drop_answers(MAX_KEPT_BYTES * 3 // 4)
-        if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
-            self._transport.drop_answers()
-
-    def drop_answers(self, to_bytes: int = 0) -> None:
-        """Forget the earliest answers until so many bytes are left, but not that their calls were served."""
-        for call_id, answer in self._answers.items():
-            if self.size_bytes <= to_bytes:
-                break
-            self._answers[call_id] = b""
-            self._count(-len(answer))
-
-    def forget_before(self, oldest: int) -> None:
-        """The caller waits for no earlier call: forget them all."""
-        freed_bytes = 0
-        for call_id in _ids_between(self._answers, self.oldest, oldest):
-            freed_bytes += ENTRY_BYTES + len(self._answers.pop(call_id))
-        self._count(-freed_bytes)
-        self.oldest = oldest
-
-    def clear(self) -> None:
-        """The session has ended: forget everything."""
-        self._count(-self.size_bytes)
-        self._answers.clear()
-
-    def _count(self, more_bytes: int) -> None:
-        self.size_bytes += more_bytes
-        self._transport.kept_bytes += more_bytes
-
-
-def _ids_between(known: Mapping[int, Any], start: int, end: int) -> list[int]:
-    """The known ids from `start` to `end`, however far apart they are; earlier ones may be among them."""
-    if end - start <= len(known):
-        return [call_id for call_id in range(start, end) if call_id in known]
-    return [call_id for call_id in known if call_id < end]
-
-
-class _LargeAnswer(NamedTuple):
-    reply: Reply
-    size_bytes: int
-    peer_id: PeerId | None
-    until_s: float
-
-
-class LargeAnswers:
-    """Finished answers by their tickets; `take` may be called from any thread."""
-
-    def __init__(self, routes: Routes, source: random.Random) -> None:
-        self._random = source
-        self._kept: dict[bytes, _LargeAnswer] = {}  # oldest first
-        self._size_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None  # one for all: whoever takes is on another loop
-        self._lock = threading.Lock()
-        routes.add(TAKE_LARGE, self.take, None, bytes)
-
-    def add(
-        self, reply: Reply, size_bytes: int, peer_id: PeerId | None, loop: asyncio.AbstractEventLoop
-    ) -> bytes:
-        """Keep an answer for a peer; the oldest go when there are too many, or too large ones."""
-        for oldest in self._tickets():
-            is_room = self._size_bytes + size_bytes <= MAX_LARGE_BYTES
-            if is_room and len(self._kept) < MAX_LARGE:
-                break
-            self._drop(oldest)
-        ticket = self._random.randbytes(_TICKET_BYTES)
-        with self._lock:
-            self._kept[ticket] = _LargeAnswer(reply, size_bytes, peer_id, loop.time() + LARGE_KEPT_S)
-            self._size_bytes += size_bytes
-        if self._timer is None:
-            self._timer = loop.call_later(LARGE_KEPT_S, self._sweep, loop)
-        return ticket
-
-    def take(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """The handler of TAKE_LARGE; an answer can be taken once, by the peer that asked for it."""
-        kept = self._kept.get(head.payload)
-        peer_id = kept.peer_id if kept is not None else None
-        is_theirs = peer_id is None or head.peer.id is None or head.peer.id == peer_id
-        taken = self._remove(head.payload) if is_theirs else None
-        if taken is None:
-            raise PeerRefused(
-                "the answer is not kept any longer.",
-                cause=f"answers that fit into no datagrams are kept for {LARGE_KEPT_S:g} s, and taken once.",
-                next_step="call again over a stream.",
-            )
-        return taken.reply
-
-    def close(self) -> None:
-        """Drop everything."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for ticket in self._tickets():
-            self._drop(ticket)
-
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Drop what was not taken in time."""
-        self._timer = None
-        for ticket in self._tickets():
-            kept = self._kept.get(ticket)
-            if kept is not None and kept.until_s > loop.time():
-                self._timer = loop.call_at(kept.until_s, self._sweep, loop)
-                break
-            self._drop(ticket)
-
-    def _tickets(self) -> list[bytes]:
-        with self._lock:
-            return list(self._kept)
-
-    def _drop(self, ticket: bytes) -> None:
-        kept = self._remove(ticket)
-        if kept is not None:
-            release(kept.reply)
-
-    def _remove(self, ticket: bytes) -> _LargeAnswer | None:
-        with self._lock:
-            kept = self._kept.pop(ticket, None)
-            if kept is not None:
-                self._size_bytes -= kept.size_bytes
-        return kept

@@ -1,4 +1,7 @@
-"""The caller's side of datagrams: calls that are sent again until they are answered or their time is over."""
+"""The caller's side of datagrams: calls that are sent again until they are answered or their time is over.
+
+Calls are idempotent: the other side may serve a call that was sent twice twice, after a restart, too.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +40,18 @@ from shoal.transport.datagrams.sessions import (
 from shoal.transport.datagrams.wire import (
     BUSY,
     LEFT,
-    MAX_PARTS,
     REFUSED,
     VERSION,
     Answer,
     Cancel,
     Challenge,
     Failure,
-    Fetch,
     Goodbye,
-    Parked,
-    Part,
     Proof,
     SocketAddress,
-    UnreadablePacket,
+    TooLarge,
     Working,
-    decode_outcome,
     encode_request,
-    renumbered,
 )
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
 from shoal.transport.messages import Head, Reply, fitting_views
@@ -62,9 +59,6 @@ from shoal.transport.messages import Head, Reply, fitting_views
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
-MAX_SPAN = 2048
-"""Ids between the oldest open call and the newest; a session that has more is replaced by a new one, since
-the callee remembers every call from the oldest on."""
 _JITTER = 0.1
 _MAX_WAIT_S = 8.0
 _WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom, at first
@@ -79,11 +73,10 @@ _SILENCE = (
 
 
 class AskOverStream(Exception):
-    """The answer is too large for datagrams: take it over a stream with this ticket."""
+    """The answer is too large for a datagram: ask again over a stream."""
 
-    def __init__(self, ticket: bytes, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int) -> None:
         super().__init__()
-        self.ticket = ticket
         self.size_bytes = size_bytes
 
 
@@ -109,8 +102,6 @@ class PendingCall(msgspec.Struct, eq=False):
     answer: asyncio.Future[Reply]
     sent_at_s: float
     wait_s: float
-    counter: int = 0
-    """The number of the packet that carried it last."""
     num_sends: int = 1
     is_in_window: bool = True
     """Whether it takes a slot in the window of unanswered requests."""
@@ -118,7 +109,6 @@ class PendingCall(msgspec.Struct, eq=False):
     is_working: bool = False
     quiet_until_s: float = 0.0
     """Not to be sent again before this: its handler is at it."""
-    parts: list[bytes | None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -227,26 +217,16 @@ class CallerSession(Session):
         self.waiters.clear()
         for call in self.pending.values():  # of an earlier session
             call.sent_at_s = now_s
-            self.resend(call)
+            self.queue(call.frame)
 
-    def inherit(self, earlier: CallerSession, counter: int) -> None:
-        """Go on for a session of which the other side did not know the packet with this counter.
-
-        Calls that may safely be made again move here: those sent once, in that packet or a later one. Earlier
-        packets may have come while the session was known.
-        """
+    def inherit(self, earlier: CallerSession) -> None:
+        """Go on for a session that the other side does not know any more: its calls are made again."""
         self.round_trips = earlier.round_trips
-        self.waiters = earlier.waiters
-        earlier.waiters = []
-        for call in tuple(earlier.pending.values()):
-            if call.num_sends > 1 or call.is_working or call.parts or call.counter < counter:
-                continue  # it may have been served already: `earlier` tells its caller so
-            del earlier.pending[call.id]
+        self.waiters, earlier.waiters = earlier.waiters, []
+        self.pending, earlier.pending = earlier.pending, {}
+        self._next_id = earlier._next_id
+        for call in self.pending.values():
             call.caller = self
-            call.id = self._next_id
-            call.frame = renumbered(call.frame, call.id)
-            self._next_id += 1
-            self.pending[call.id] = call
 
     # --- calls ---
 
@@ -266,12 +246,8 @@ class CallerSession(Session):
         )
         self.pending[call_id] = call
         self.queue(frame)
-        call.counter = self._counter
-        due_at_s = now_s + wait_s
-        transport.timers.set(min(expires_at_s, due_at_s), call)
+        transport.timers.set(min(expires_at_s, now_s + wait_s), call)
         self.used_at_s = now_s
-        if call_id - self._oldest() > MAX_SPAN:
-            self.retire()
         return call
 
     def end(self, call: PendingCall) -> None:
@@ -304,22 +280,13 @@ class CallerSession(Session):
                 self.round_trips.missed(call.wait_s)
             call.num_sends += 1
             self.transport.stats.resent += 1
-            self.resend(call)
+            self.queue(call.frame)
             heard_at_s = self.greeted_at_s if self.heard_at_s is None else self.heard_at_s
             is_silent = call.num_sends > _SILENT_SENDS and now_s - heard_at_s > _SILENT_S
             if is_silent and not call.is_working:
                 self.retire()  # new calls greet again
         call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.transport.jitter(_JITTER)
         self.transport.timers.set(min(now_s + call.wait_s, call.expires_at_s), call)
-
-    def resend(self, call: PendingCall) -> None:
-        """Send a request again, or ask for the parts of its answer that are missing."""
-        if call.parts is not None:
-            missing = [index for index, part in enumerate(call.parts) if part is None]
-            self.queue(encode(Fetch(call.id, missing)))
-        else:
-            self.queue(call.frame)
-            call.counter = self._counter
 
     def _leave_window(self, call: PendingCall) -> None:
         """Something has come back, or will not: another request may be sent."""
@@ -336,7 +303,7 @@ class CallerSession(Session):
             self._frames.insert(0, encode(Proof(self.token)))
         super()._send()
 
-    # --- what comes back: answers whole or in parts, failures, and signs of life ---
+    # --- what comes back: answers, failures, and signs of life ---
 
     def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Answers have come; where from does not matter, since they are genuine."""
@@ -347,14 +314,14 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is Answer or isinstance(frame, (Failure, Part, Working, Parked)):
+            if type(frame) is Answer or isinstance(frame, (Failure, Working, TooLarge)):
                 self._on_outcome(frame)
             elif type(frame) is Challenge:
                 self._on_challenge(frame)
             elif type(frame) is Goodbye:
                 self.close(frame.reason[:200], frame.code)
 
-    def _on_outcome(self, frame: Answer | Failure | Part | Working | Parked) -> None:
+    def _on_outcome(self, frame: Answer | Failure | Working | TooLarge) -> None:
         call = self.pending.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
@@ -367,31 +334,13 @@ class CallerSession(Session):
             self._settle(call, frame)
         elif isinstance(frame, Failure):
             self._settle(call, frame)
-        elif isinstance(frame, Part):
-            self._on_part(call, frame)
         elif isinstance(frame, Working):
             call.is_working = True
             call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
             call.quiet_until_s = self.transport.loop.time() + call.wait_s
         else:
             call.is_settled = True
-            call.answer.set_exception(AskOverStream(frame.ticket, frame.size_bytes))
-
-    def _on_part(self, call: PendingCall, frame: Part) -> None:
-        if call.parts is None and 2 <= frame.num_parts <= MAX_PARTS:
-            call.parts = [None] * frame.num_parts
-        parts = call.parts
-        if parts is None or len(parts) != frame.num_parts or not 0 <= frame.index < len(parts):
-            self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
-            return
-        parts[frame.index] = frame.data
-        arrived = [part for part in parts if part is not None]
-        if len(arrived) == len(parts):
-            try:
-                self._settle(call, decode_outcome(b"".join(arrived)))
-            except UnreadablePacket as error:
-                call.is_settled = True
-                call.answer.set_exception(self._unreadable(call, error))
+            call.answer.set_exception(AskOverStream(frame.size_bytes))
 
     def _settle(self, call: PendingCall, outcome: Answer | Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
@@ -432,8 +381,8 @@ class CallerSession(Session):
         elif frame.token != self.token:
             self.token = frame.token
             for call in self.pending.values():
-                call.num_sends += 1  # it may be served twice elsewhere, were it made again
-                self.resend(call)
+                call.num_sends += 1
+                self.queue(call.frame)
 
     # --- the end ---
 

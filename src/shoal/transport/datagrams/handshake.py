@@ -153,7 +153,7 @@ class Handshakes:
         caller.hellos.clear()
 
     def on_unknown(self, packet: bytes) -> None:
-        """The other side does not know a session: greet again, with the calls that may be made again."""
+        """The other side does not know a session: greet again, and make its calls again."""
         transport = self._transport
         caller = self._asking.get(packet[4:12])
         counter = COUNTER.unpack_from(packet, 12)[0]
@@ -168,7 +168,7 @@ class Handshakes:
         if caller.num_open and caller.state is CallerState.READY:
             not_before_s = caller.greeted_at_s + _GREET_AGAIN_S
             heir = transport.open_caller(caller.target, caller.where, caller.socket, not_before_s)
-            heir.inherit(caller, counter)
+            heir.inherit(caller)
         caller.close("it does not know this session any more; it was started again, most likely.")
 
     def _on_welcome(self, peer_id: PeerId | None, welcome: Welcome) -> None:

@@ -132,7 +132,7 @@ class Session:
 
     @property
     def num_open(self) -> int:
-        """Calls under way."""
+        """The number of calls under way."""
         raise NotImplementedError
 
     @property

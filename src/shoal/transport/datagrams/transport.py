@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
-
-import msgspec
 
 from shoal.core import (
     Address,
@@ -28,7 +25,6 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.limits import RateLimiter
-from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, TAKE_LARGE, CalleeSession, LargeAnswers
 from shoal.transport.datagrams.caller import (
     AskOverStream,
     CallerSession,
@@ -60,7 +56,6 @@ from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
     Allocate,
     Channel,
-    Head,
     Reply,
     Routes,
     Serve,
@@ -92,15 +87,16 @@ _DENIED = "it may no longer talk to this peer."
 _COMPLAIN_AGAIN_S = 600.0
 _MAX_COMPLAINTS = 1024  # that are remembered
 _NUMBER = re.compile(r"\d+")
+_REQUEST_TOO_LARGE = "its request does not fit into a datagram"
 _CLOSING_S = 1.0  # for what the system had no room for
 
 
 class DatagramTransport:
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
-    A request that does not fit into a datagram goes over `streams` to the same address, as does an answer
-    that does not fit into a few; without streams such calls fail with LimitExceeded or PeerRefused. A handler
-    runs once for a call, however often its request arrives.
+    A call whose request or answer does not fit into a datagram goes over `streams` to the same address;
+    without streams it fails with LimitExceeded or PeerRefused. Calls are to be idempotent: a handler runs
+    again when its answer was lost on the way, or was too large.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -133,13 +129,9 @@ class DatagramTransport:
         self.stats = Stats()
         self.complaints = Complaints(log, self.clock)
         self._complained = RateLimiter(1 / _COMPLAIN_AGAIN_S, 1, _MAX_COMPLAINTS)
-        self.large_answers = LargeAnswers(self.routes, self.random) if streams is not None else None
-        """None where there are no streams."""
         self.is_open = False
         self.is_watching = True
         """Whether somebody looks after who may talk; else `watch` must be called before serving anybody."""
-        self.kept_bytes = 0
-        """What all sessions keep for their callers."""
         self.sessions: dict[bytes, Session] = {}
         """By the id that packets to this peer are marked with."""
         self._membership = None if self.network.is_simulated else membership
@@ -214,20 +206,17 @@ class DatagramTransport:
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
         request = self._encode(peer, method, payload, buffers, deadline, _CALL)
-        if request is None:
-            streams = self._streams_for(method)
-            return await streams.call(peer, method, payload, buffers, deadline=deadline, into=into)
-        call = await self._begin(peer, method, request, deadline, into)
-        try:
-            return await call.answer
-        except AskOverStream as parked:
-            ticket, size_bytes = parked.ticket, parked.size_bytes
-        finally:
-            call.caller.end(call)
-        streams = self._streams_for(method, f"its answer takes {size_bytes:,} bytes")
-        if callable(into):
-            into = functools.partial(_into, into, method)
-        return await streams.call(peer, TAKE_LARGE, ticket, deadline=deadline, into=into)
+        why = _REQUEST_TOO_LARGE
+        if request is not None:
+            call = await self._begin(peer, method, request, deadline, into)
+            try:
+                return await call.answer
+            except AskOverStream as answer:
+                why = f"its answer takes {answer.size_bytes:,} bytes"
+            finally:
+                call.caller.end(call)
+        streams = self._streams_for(method, why)
+        return await streams.call(peer, method, payload, buffers, deadline=deadline, into=into)
 
     async def notify(
         self,
@@ -320,9 +309,7 @@ class DatagramTransport:
                 f"{method} at {peer} could not be sent before its deadline.", cause=f"{cause}."
             )
 
-    def _streams_for(
-        self, method: str, why: str = "its request does not fit into a datagram"
-    ) -> StreamTransport:
+    def _streams_for(self, method: str, why: str = _REQUEST_TOO_LARGE) -> StreamTransport:
         if self.streams is None:
             raise LimitExceeded(
                 f"{method}: {why}, and this transport has no streams.",
@@ -414,8 +401,6 @@ class DatagramTransport:
                 self._leave()
                 await standing.close()
             finally:
-                if self.large_answers is not None:
-                    self.large_answers.close()
                 self.complaints.flush()
                 self.pool.clear()
                 sockets, self._sockets = self._sockets, []
@@ -548,23 +533,6 @@ class DatagramTransport:
         for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
             self.drop(session, "it was not used for a long time.")
         return bool(idle)
-
-    def drop_answers(self) -> None:
-        """Forget answers of the sessions that were not used for the longest time, then those sessions.
-
-        That a call was served is forgotten with its session only: else it could run twice.
-        """
-        callees = [one for one in self.sessions.values() if isinstance(one, CalleeSession) and one.is_proven]
-        callees.sort(key=lambda session: session.used_at_s)
-        for callee in callees:
-            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
-                return
-            callee.kept.drop_answers()
-        for callee in callees:
-            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
-                return
-            if not callee.num_open:
-                self.drop(callee, "too much was kept for it.")
 
     # --- who may talk ---
 
@@ -705,11 +673,6 @@ class DatagramSocket(asyncio.DatagramProtocol):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSING_S):
                     await self._closed.wait()
-
-
-def _into(pick: Callable[[Head], Any], method: str, head: Head) -> Any:
-    """An answer that was parked arrives under another method than the one that was called."""
-    return pick(msgspec.structs.replace(head, method=method))
 
 
 if TYPE_CHECKING:

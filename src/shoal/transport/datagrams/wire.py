@@ -24,7 +24,8 @@ SocketAddress = tuple[Any, ...]
 """An address as sockets write it: host and port, and two more numbers for IPv6."""
 
 MAGIC = b"\xf0D"
-VERSION = 1
+VERSION = 2
+"""1 sent answers in parts, and kept them; a peer of one version refuses the other with a message."""
 PREFIX = MAGIC + bytes([VERSION])
 MAX_PACKET_BYTES = 1200
 """Passes every path of the internet unbroken, even inside a tunnel."""
@@ -42,9 +43,6 @@ HELLO_BYTES = 352
 COUNTER = struct.Struct("<Q")
 MAX_FRAME_BYTES = MAX_PACKET_BYTES - HEADER_BYTES - TAG_BYTES - 32
 """All frames of a packet together; the rest is for the array around them, `oldest` and a Proof."""
-PART_BYTES = MAX_FRAME_BYTES - 20
-MAX_PARTS = 8
-"""An answer that takes more datagrams than this is asked for again over a stream."""
 
 
 class Kind(enum.IntEnum):
@@ -126,13 +124,6 @@ class Cancel(msgspec.Struct, array_like=True, tag=2, frozen=True):
     id: int
 
 
-class Fetch(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """Send these parts of an answer again."""
-
-    id: int
-    missing: list[int]
-
-
 class Proof(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """A token that was sent to the address which this comes from."""
 
@@ -157,26 +148,16 @@ class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
     next_step: str
 
 
-class Part(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A piece of an Answer or Failure that is too large for one datagram."""
-
-    id: int
-    index: int
-    num_parts: int
-    data: bytes
-
-
 class Working(msgspec.Struct, array_like=True, tag=8, frozen=True):
     """The request has come and is being served: no need to send it again soon."""
 
     id: int
 
 
-class Parked(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """The answer is too large for datagrams; it waits to be taken over a stream with this ticket."""
+class TooLarge(msgspec.Struct, array_like=True, tag=9, frozen=True):
+    """The answer does not fit into a datagram: ask again over a stream."""
 
     id: int
-    ticket: bytes
     size_bytes: int
 
 
@@ -193,7 +174,7 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
     code: str = ""
 
 
-Frame = Request | Cancel | Fetch | Proof | Answer | Failure | Part | Working | Parked | Challenge | Goodbye
+Frame = Request | Cancel | Proof | Answer | Failure | Working | TooLarge | Challenge | Goodbye
 
 
 class Frames(msgspec.Struct, array_like=True, frozen=True):
@@ -209,29 +190,22 @@ class UnreadablePacket(Exception):
 
 
 _frames_decoder = msgspec.msgpack.Decoder(Frames)
-_outcome_decoder: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+_MAX_TEXT_BYTES = 340
 _COUNTS = [bytes([0x90 | count]) for count in range(16)]
 _ID = struct.Struct(">Q")
 _REQUEST_HEAD = {num_fields: bytes([0x92 + num_fields, 1, 0xCF]) for num_fields in (4, 5)}
 
 
 def encode_request(call_id: int, rest: bytes) -> bytes:
-    """A Request frame; `rest` is its other four or five fields as an encoded array.
-
-    The id has a fixed place, so that `renumbered` can put another one there.
-    """
+    """A Request frame; `rest` is its other four or five fields as an encoded array."""
     return _REQUEST_HEAD[rest[0] & 0x0F] + _ID.pack(call_id) + rest[1:]
 
 
-def renumbered(request: bytes, call_id: int) -> bytes:
-    """The same Request frame under another id."""
-    return request[:3] + _ID.pack(call_id) + request[11:]
-
-
 def encode_failure(call_id: int, head: ErrorHead) -> bytes:
-    """A Failure frame, cut so that it always fits into a few parts."""
+    """A Failure frame, whose texts are cut so that it always fits into a datagram."""
     texts = (head.what, head.cause, head.next_step)
-    return encode((6, call_id, head.code, *(text[:500] for text in texts)))
+    cut = (text.encode()[:_MAX_TEXT_BYTES].decode(errors="ignore") for text in texts)
+    return encode((6, call_id, head.code, *cut))
 
 
 def encode_frames(oldest: int, frames: Sequence[bytes], min_bytes: int = 0) -> bytes:
@@ -251,20 +225,6 @@ def decode_frames(content: bytes) -> Frames:
         return _frames_decoder.decode(content)
     except UNREADABLE as error:
         raise UnreadablePacket(str(error)) from None
-
-
-def decode_outcome(content: bytes) -> Answer | Failure:
-    """Read the Answer or Failure that parts were cut from."""
-    try:
-        return _outcome_decoder.decode(content)
-    except UNREADABLE as error:
-        raise UnreadablePacket(str(error)) from None
-
-
-def cut(call_id: int, outcome: bytes) -> list[bytes]:
-    """The Part frames of an encoded Answer or Failure."""
-    pieces = [outcome[start : start + PART_BYTES] for start in range(0, len(outcome), PART_BYTES)]
-    return [encode((7, call_id, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
 
 
 def version_answer(packet: bytes) -> bytes:
