@@ -138,7 +138,7 @@ def limits_for(config: ExpertsConfig, example: Example) -> Limits:
     usual = Limits()
     message_bytes = max(usual.max_message_bytes, 4 * batch_bytes)  # of a backward: gradients, and inputs
     return Limits(
-        max_connections=max(usual.max_connections, config.num_clients + _OTHER_CONNECTIONS),
+        max_connections=max(usual.max_connections, 2 * config.num_clients + _OTHER_CONNECTIONS),
         max_message_bytes=message_bytes,
         max_bytes_in_flight=max(usual.max_bytes_in_flight, 2 * message_bytes),
     )

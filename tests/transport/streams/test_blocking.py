@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 
 import msgspec
@@ -21,7 +22,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.identity import Identity
-from shoal.transport import Membership, Reply, StreamTransport, SwarmSecret
+from shoal.transport import Limits, Membership, Reply, StreamTransport, SwarmSecret
 from shoal.transport.streams.blocking import MAX_CALL_BYTES, BlockingCaller
 
 SOON_S = 30.0
@@ -163,6 +164,29 @@ def test_nobody_there_and_another_peer_there(world):
         world.call("echo", peer=Peer(Address("127.0.0.1", 1)))
     with pytest.raises(PeerRefused, match="is not"):
         world.call("echo", peer=Peer(world.address, PeerId(bytes(20))))
+
+
+def test_a_peer_without_a_place_is_not_dialed_for_every_call():
+    with contextlib.ExitStack() as closing:
+        world = World(closing, server={"limits": Limits(max_connections=1)})
+        other = BlockingCaller(world.client)
+        closing.callback(other.close)
+        assert other.call(world.peer, "echo", 1, (), Deadline.after(SOON_S)).payload == 1
+        with pytest.raises(PeerBusy, match="takes no connection"):
+            world.call("echo")
+        with pytest.raises(PeerBusy, match="a moment ago"):
+            world.call("echo")
+        assert other.call(world.peer, "echo", 2, (), Deadline.after(SOON_S)).payload == 2
+
+
+def test_a_peer_that_does_not_accept_is_busy_until_the_deadline(world):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = Peer(Address(*silent.getsockname()))
+        with pytest.raises(DeadlineExceeded):
+            world.call("echo", peer=peer, timeout_s=0.2)
+        other = BlockingCaller(world.client)
+        with pytest.raises(PeerBusy, match="did not accept"):
+            other.call(peer, "echo", None, (), Deadline.after(SOON_S))
 
 
 def test_members_of_a_swarm_call_over_tls():

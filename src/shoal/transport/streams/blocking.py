@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal._version import __version__
 from shoal.core import (
+    SYSTEM_CLOCK,
     Deadline,
     DeadlineExceeded,
     IdentityError,
     LimitExceeded,
     Peer,
+    PeerBusy,
     PeerId,
     PeerLost,
     PeerRefused,
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 MAX_CALL_BYTES = INLINE_BYTES
 """The most that the buffers of a call may have; answers may be of any size."""
 _MAX_IDLE = 256  # connections to all peers together that wait for their next call
+_DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is more patient
+_DIAL_AGAIN_S = 5.0  # after a peer has had no place for one more connection
 
 
 class BlockingCaller:
@@ -70,6 +74,8 @@ class BlockingCaller:
         self._transport = transport
         self._idle: dict[Peer, list[_BlockingConnection]] = {}
         self._num_idle = 0
+        self._dial_at_s: dict[Peer, float] = {}
+        """When peers that had no place may be dialed again: a dial for each call would cost them most."""
         self._is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
         self._lock = threading.Lock()
 
@@ -90,7 +96,7 @@ class BlockingCaller:
         """Ask and wait for the answer, whose payload `decoder` reads; fails as `StreamTransport.call`."""
         outcome: Reply | Exception = ConnectionRetired()
         while isinstance(outcome, ConnectionRetired):  # a new connection is not, or fails to begin
-            connection = self._take(peer) or _BlockingConnection(self._transport, peer, deadline)
+            connection = self._take(peer) or self._dial(peer, deadline)
             try:
                 outcome = connection.call(method, payload, buffers, deadline, decoder)
             except BaseException:
@@ -125,6 +131,22 @@ class BlockingCaller:
                 return connection
             connection.close()
 
+    def _dial(self, peer: Peer, deadline: Deadline) -> _BlockingConnection:
+        now_s = SYSTEM_CLOCK.now_s()
+        if now_s < self._dial_at_s.get(peer, 0.0):
+            raise PeerBusy(f"{peer} had no place for one more connection a moment ago.", peer=peer)
+        self._dial_at_s.pop(peer, None)
+        if deadline.is_past:
+            raise no_answer(peer)
+        try:
+            return _BlockingConnection(self._transport, peer, deadline)
+        except (PeerBusy, DeadlineExceeded) as error:
+            self._dial_at_s[peer] = now_s + _DIAL_AGAIN_S
+            if isinstance(error, PeerBusy) or deadline.is_past:
+                raise
+            # it may have run out of descriptors; a connection that it has already may still serve
+            raise PeerBusy(f"{peer} did not accept a connection.", peer=peer, cause=error.cause) from error
+
     def _put_back(self, peer: Peer, connection: _BlockingConnection) -> None:
         dropped: list[_BlockingConnection] = []
         with self._lock:
@@ -157,7 +179,7 @@ class _BlockingConnection:
         self._outcome: Reply | Exception | None = None
         self.is_usable = True
         """Whether further calls may be made; not once the peer has said goodbye."""
-        timeout_s = min(self._limits.handshake_s, deadline.remaining_s)
+        timeout_s = min(_DIAL_S, self._limits.handshake_s, deadline.remaining_s)
         try:
             self._socket = socket.create_connection((peer.address.host, peer.address.port), timeout_s)
         except TimeoutError:
