@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -352,3 +353,25 @@ def test_an_expert_without_gradients_anywhere_gives_none():
         y = client.expert("index", served.peer)(torch.arange(4))
         assert torch.equal(y, torch.arange(4))
         assert not y.requires_grad
+
+
+def test_small_calls_do_not_wait_for_the_clients_loop():
+    expert = linear_expert()
+    with (
+        serving(expert) as served,
+        LoopThread("client") as loop,
+        ExpertClient(loop=loop) as client,
+    ):
+        module = client.expert("expert0", served.peer)
+        x = torch.randn(2, 8, requires_grad=True)
+        expected = module(x)  # learns what the expert takes, over the loop
+        may_go = threading.Event()
+        loop.loop.call_soon_threadsafe(may_go.wait, 60)
+        try:
+            found = module(x)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+        finally:
+            may_go.set()
+        assert x.grad is not None
+        assert expert.num_updates == 1
