@@ -185,7 +185,7 @@ def test_a_process_serves_until_it_is_told_to_end(start, tmp_path):
 
     from shoal.core import Peer
     from shoal.core.ids import Address
-    from shoal.experts.client import ExpertClient
+    from shoal.experts.client.client import ExpertClient
 
     serving = start(*SMALL, "--checkpoint-dir", tmp_path, "--stats-s", 0.2, "--metrics-port", 0)
     address = Address.parse(re.search(r"Listening on (\S+), ", serving.said)[1])
@@ -211,7 +211,7 @@ def test_a_process_serves_until_it_is_told_to_end(start, tmp_path):
 def test_a_second_signal_ends_it_at_once(start):
     from shoal.core import LoopThread, Peer
     from shoal.core.ids import Address
-    from shoal.experts.client import ExpertClient
+    from shoal.experts.client.client import ExpertClient
 
     serving = start(*SMALL, "--expert-class", "nop_delay", "--leave-s", 60)
     address = Address.parse(re.search(r"Listening on (\S+), ", serving.said)[1])

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core import Address, Peer, PeerId, PeerLost, PeerRefused, PeerUnreachable, TensorError
 from shoal.dht.records import Value
-from shoal.experts.client import Forwarded
+from shoal.experts.client.client import Forwarded
 from shoal.experts.names import ExpertUid
 from shoal.experts.schema import ExpertSchema, TensorSchema
 from shoal.experts.settings import ClientSettings

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shoal.core import Address, LoopThread, Peer
-from shoal.experts.client import ExpertClient
+from shoal.experts.client.client import ExpertClient
 from shoal.experts.expert import Expert
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ClientSettings, ServerSettings
 from shoal.transport import Endpoint
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.core import TensorError
-from shoal.experts.averaging import Piece, fill, meet, move, plan, take
+from shoal.experts.server.replicas import Piece, fill, meet, move, plan, take
 from shoal.tensors import TensorSpec
 
 

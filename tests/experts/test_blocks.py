@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.core import UsageError
-from shoal.experts import blocks
+from shoal.experts import classes as blocks
 
 
 def test_the_feed_forward_block():

@@ -11,7 +11,7 @@ import torch
 
 from experts.fake_server import small_expert, train, values
 from shoal.core import UsageError
-from shoal.experts.checkpoints import CheckpointError, Checkpoints
+from shoal.experts.server.checkpoints import CheckpointError, Checkpoints
 from shoal.experts.state import ExpertState
 from shoal.tensors.checkpoint import CheckpointWriter
 

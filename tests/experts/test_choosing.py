@@ -4,9 +4,9 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import Address, Peer, UsageError, run_virtual
-from shoal.experts.choosing import choose_uids
 from shoal.experts.config import HostingConfig
 from shoal.experts.names import ExpertUid, declare_experts
+from shoal.experts.server.assignment import choose_uids
 
 
 def config(**fields):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.experts.classes import EXPERT_CLASSES, ExpertClass, expert_class, make_expert
-from shoal.experts.training import TrainingSettings
+from shoal.experts.classes import EXPERT_CLASSES, ExpertClass, TrainingSettings, expert_class, make_expert
 
 SHAPES = {
     "ffn": ["float32[batch, 16]"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -24,11 +25,11 @@ from shoal.core import (
     UsageError,
 )
 from shoal.experts import wire
-from shoal.experts.client import ExpertClient, Forwarded
+from shoal.experts.client.client import ExpertClient, Forwarded
+from shoal.experts.client.servers import KnownServers
 from shoal.experts.expert import Expert
 from shoal.experts.schema import ExpertSchema, TensorSchema
 from shoal.experts.settings import ClientSettings, ServerSettings
-from shoal.experts.standing import Standings
 from shoal.transport import Reply, StreamTransport
 
 SCHEMA = ExpertSchema((TensorSchema("float32", (2,)),), (), (TensorSchema("float32", (2,)),), is_single=True)
@@ -153,10 +154,10 @@ def test_a_batch_that_is_more_than_a_server_takes_goes_in_parts():
 
 
 def test_failures_without_end_are_counted_without_end():
-    standing = Standings(ClientSettings()).of(NOBODY)
+    server = KnownServers(ClientSettings()).of(NOBODY)
     for _ in range(5000):
-        standing.on_failure(now_s := standing.suspect_until_s)
-    assert standing.suspect_until_s == now_s + 120.0
+        server.on_failure(now_s := server.suspect_until_s)
+    assert server.suspect_until_s == now_s + 120.0
 
 
 def test_a_replica_that_never_answers_is_asked_last_from_then_on():
@@ -175,7 +176,7 @@ def test_a_server_is_not_believed_about_itself():
         for waited_s in (float("nan"), -1e9, 1e9):
             server.answer = lambda head, _, w=waited_s: Reply(wire.Answer(metas, w), buffers)
             forward(client, server.peer)
-        assert 0 <= client._standings.of(server.peer).waited_s < 60
+        assert 0 <= client._servers.of(server.peer).waited_s < 60
 
 
 def test_a_busy_server_is_asked_again_and_a_busy_first_replica_does_not_lose_the_call():
@@ -266,34 +267,34 @@ def test_a_backward_whose_connection_breaks_is_sent_again_and_applied_once():
 
 
 def test_replicas_are_ranked_by_speed_load_and_failures():
-    standings = Standings(ClientSettings())
+    servers = KnownServers(ClientSettings())
     fast, slow, failed, unknown = (Peer(Address("10.0.0.1", port)) for port in (1, 2, 3, 4))
-    standings.of(fast).on_answer("forward", 0.1, 0, 0.0)
-    standings.of(slow).on_answer("forward", 0.2, 0, 0.0)
-    standings.of(failed).on_answer("forward", 0.01, 0, 0.0)
-    standings.of(failed).on_failure(100.0)
+    servers.of(fast).on_answer("forward", 0.1, 0, 0.0)
+    servers.of(slow).on_answer("forward", 0.2, 0, 0.0)
+    servers.of(failed).on_answer("forward", 0.01, 0, 0.0)
+    servers.of(failed).on_failure(100.0)
     peers = [failed, slow, fast, unknown]
-    assert standings.ranked(peers, 101.0) == [unknown, fast, slow, failed]
-    standings.of(fast).num_in_flight = 2
-    assert standings.ranked(peers, 101.0) == [unknown, slow, fast, failed]
-    assert standings.ranked(peers, 106.0)[:2] == [unknown, failed]
-    until_s = standings.of(failed).suspect_until_s
-    standings.of(failed).on_failure(until_s - 1)  # of a call that was made before
-    assert standings.of(failed).suspect_until_s == until_s
+    assert servers.ranked(peers, 101.0) == [unknown, fast, slow, failed]
+    servers.of(fast).num_in_flight = 2
+    assert servers.ranked(peers, 101.0) == [unknown, slow, fast, failed]
+    assert servers.ranked(peers, 106.0)[:2] == [unknown, failed]
+    until_s = servers.of(failed).suspect_until_s
+    servers.of(failed).on_failure(until_s - 1)  # of a call that was made before
+    assert servers.of(failed).suspect_until_s == until_s
 
 
 def test_who_was_slow_long_ago_is_asked_again():
-    standings = Standings(ClientSettings())
+    servers = KnownServers(ClientSettings())
     quick, stopped = (Peer(Address("10.0.0.1", port)) for port in (1, 2))
     now_s = time.monotonic()
-    standings.of(quick).on_answer("forward", 0.01, 0, 0.0)
-    standings.of(stopped).on_answer("forward", 0.01, 0, 0.0)
-    standings.of(stopped).on_overtaken(5.0, now_s)
-    assert standings.ranked([stopped, quick], now_s) == [quick, stopped]
-    standings.of(quick)._seen_s = now_s + 60  # which has been asked all the while
-    assert standings.ranked([stopped, quick], now_s + 60) == [stopped, quick]
-    standings.of(stopped).on_answer("forward", 0.01, 0, 0.0)
-    assert standings.of(stopped).answer_s == pytest.approx(0.01)
+    servers.of(quick).on_answer("forward", 0.01, 0, 0.0)
+    servers.of(stopped).on_answer("forward", 0.01, 0, 0.0)
+    servers.of(stopped).on_overtaken(5.0, now_s)
+    assert servers.ranked([stopped, quick], now_s) == [quick, stopped]
+    servers.of(quick)._seen_s = now_s + 60  # which has been asked all the while
+    assert servers.ranked([stopped, quick], now_s + 60) == [stopped, quick]
+    servers.of(stopped).on_answer("forward", 0.01, 0, 0.0)
+    assert servers.of(stopped).answer_s == pytest.approx(0.01)
 
 
 def test_an_expert_that_is_another_one_now_is_asked_what_it_takes():
@@ -308,15 +309,15 @@ def test_an_expert_that_is_another_one_now_is_asked_what_it_takes():
 
 
 def test_deadlines_follow_what_a_server_takes_and_never_go_below_seconds():
-    standing = Standings(ClientSettings(first_s=30.0, patience=2.0)).of(NOBODY)
-    assert standing.timeout_s("forward", 0) == 60.0
+    server = KnownServers(ClientSettings(first_s=30.0, patience=2.0)).of(NOBODY)
+    assert server.timeout_s("forward", 0) == 60.0
     for _ in range(10):
-        standing.on_answer("forward", 0.001, 0, 0.0)
-    assert standing.timeout_s("forward", 0) == 10.0
+        server.on_answer("forward", 0.001, 0, 0.0)
+    assert server.timeout_s("forward", 0) == 10.0
     for _ in range(64):
-        standing.on_answer("forward", 20.0, 0, 0.0)
-    assert standing.timeout_s("forward", 0) >= 40.0
-    assert standing.timeout_s("backward", 0) == 60.0
+        server.on_answer("forward", 20.0, 0, 0.0)
+    assert server.timeout_s("forward", 0) >= 40.0
+    assert server.timeout_s("backward", 0) == 60.0
 
 
 def test_a_client_says_what_it_lacks():
@@ -352,3 +353,25 @@ def test_an_expert_without_gradients_anywhere_gives_none():
         y = client.expert("index", served.peer)(torch.arange(4))
         assert torch.equal(y, torch.arange(4))
         assert not y.requires_grad
+
+
+def test_small_calls_do_not_wait_for_the_clients_loop():
+    expert = linear_expert()
+    with (
+        serving(expert) as served,
+        LoopThread("client") as loop,
+        ExpertClient(loop=loop) as client,
+    ):
+        module = client.expert("expert0", served.peer)
+        x = torch.randn(2, 8, requires_grad=True)
+        expected = module(x)  # learns what the expert takes, over the loop
+        may_go = threading.Event()
+        loop.loop.call_soon_threadsafe(may_go.wait, 60)
+        try:
+            found = module(x)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+        finally:
+            may_go.set()
+        assert x.grad is not None
+        assert expert.num_updates == 1

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from shoal.experts.classes import ExpertClass, expert_class, make_expert
+from shoal.experts.classes import ExpertClass, TrainingSettings, expert_class, make_expert
 from shoal.experts.clipping import GradientClip
-from shoal.experts.errors import MergedTooLarge
-from shoal.experts.training import TrainingSettings
+from shoal.experts.expert import MergedTooLarge
 
 HIDDEN_DIM, BATCH_SIZE = 16, 8
 

@@ -16,12 +16,11 @@ from torch import nn
 
 from experts.loopback import client_of, linear_expert, serving
 from shoal.core import Deadline, LoopThread, PeerLeaving, PeerRefused, RemoteFailure, TensorError, UsageError
-from shoal.experts import server as server_module
 from shoal.experts import wire
 from shoal.experts.devices import cuda
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server import server as server_module
+from shoal.experts.server.jobs import InputCache, Job, JobKind
 from shoal.experts.settings import ServerSettings
 
 
@@ -168,7 +167,7 @@ def opened(kept):
 
 def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
     expert = picky_expert()
-    kept = KeptInputs(1 << 20, 60.0)
+    kept = InputCache(1 << 20, 60.0)
     with opened(kept) as (device, delivered):
         good, other = torch.rand(2, 4), torch.rand(3, 4)
         device.start([job_of(expert, good), job_of(expert, other, keep_as=b"id", codec="bf16")])
@@ -206,7 +205,7 @@ def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept)
         job.received = (wire.to_wire([gradient]), wire.to_wire([inputs]))[: 1 if are_kept else 2]
         job.kept, job.request_id, job.codec = [inputs] if are_kept else None, bytes([index] * 16), "none"
         jobs.append(job)
-    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+    with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
         device.start(jobs)
         results = dict(delivered.get(timeout=10))
     for job, gradient in zip(jobs, gradients, strict=True):
@@ -219,7 +218,7 @@ def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept)
 
 
 def test_what_is_kept_of_a_batch_keeps_little_more_than_itself(gpu):
-    kept = KeptInputs(1 << 20, 60.0)
+    kept = InputCache(1 << 20, 60.0)
     with opened(kept) as (device, delivered):
         small, large = torch.rand(2, 4), torch.rand(8, 4)
         device.start([job_of(picky_expert(), small, b"small"), job_of(picky_expert(), large, b"large")])
@@ -233,7 +232,7 @@ def test_what_is_kept_of_a_batch_keeps_little_more_than_itself(gpu):
 def test_a_batch_that_fails_is_told_after_all_streams_have_come_past_it(gpu, monkeypatch):
     seen = []
     monkeypatch.setattr(FakeEvent, "on_waited", staticmethod(lambda event: seen.append(len(event.after))))
-    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+    with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
         device.start([job_of(picky_expert(), torch.full((2, 4), -1.0))])
         assert isinstance(delivered.get(timeout=10)[0][1], RemoteFailure)
         assert seen == [3]
@@ -241,7 +240,7 @@ def test_a_batch_that_fails_is_told_after_all_streams_have_come_past_it(gpu, mon
 
 def test_a_batch_that_fails_half_way_is_told_after_the_gpu_has_let_go_of_its_memory(gpu, monkeypatch):
     error, memory, seen = MemoryError("none left"), [], []
-    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+    with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
         allocate = device._pool.allocate
 
         def allocate_once(size_bytes):
@@ -268,7 +267,7 @@ def test_a_batch_that_fails_half_way_is_told_after_the_gpu_has_let_go_of_its_mem
 
 
 def test_a_device_that_closes_delivers_what_was_started_and_refuses_more(gpu):
-    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+    with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
         expert, begun, goes_on = picky_expert(), threading.Event(), threading.Event()
 
         def hesitate(*_):

@@ -6,7 +6,7 @@ import torch
 
 from experts.fake_client import FakeClient, peer_at
 from shoal.core import SYSTEM_CLOCK, Deadline, LoopThread, ManualClock, UsageError
-from shoal.experts.directory import Directory
+from shoal.experts.client.directory import Directory
 from shoal.experts.names import batch_beam_search
 
 SIZES = (8, 8)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.experts.discovery import discover_schema
-from shoal.experts.schema import TensorSchema
+from shoal.experts.expert import Expert
+from shoal.experts.schema import TensorSchema, discover_schema
 
 
 class Apply(nn.Module):
@@ -95,3 +95,18 @@ def test_examples_that_are_no_batch(args):
 
 def test_an_example_that_is_not_a_number_is_fine():
     discover_schema(nn.Linear(4, 2), ((torch.full((3, 4), float("nan")),), {}))
+
+
+@pytest.mark.parametrize(
+    "example", [torch.zeros(3, 4), (torch.zeros(3, 4),), [torch.zeros(3, 4)], (torch.zeros(3, 4), {})]
+)
+def test_an_example_may_be_given_as_the_module_is_called(example):
+    schema = Expert("a", nn.Linear(4, 2), example).schema
+    assert [each.shape for each in schema.inputs] == [(4,)]
+
+
+@pytest.mark.parametrize("example", [None, 3, (), (torch.zeros(3, 4), 3), ((1.0,), {}), ((), {"x": [1]})])
+def test_a_wrong_example_is_told_what_was_expected(example):
+    with pytest.raises(UsageError, match="The example of an expert is") as caught:
+        Expert("a", nn.Linear(4, 2), example)
+    assert "keyword arguments" in caught.value.next_step

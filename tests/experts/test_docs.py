@@ -11,9 +11,8 @@ import pytest
 from shoal.bench.experts_config import PRESETS
 from shoal.dht import connect
 from shoal.experts import HostingConfig, MixtureSettings, expert_class, hosted, make_expert
-from shoal.experts.classes import EXPERT_CLASSES, ExpertClass
+from shoal.experts.classes import EXPERT_CLASSES, ExpertClass, TrainingSettings
 from shoal.experts.config import load_config
-from shoal.experts.training import TrainingSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experts.md").read_text()

@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from shoal.core import PeerRefused, UsageError
-from shoal.experts.errors import RefusedUpdate
-from shoal.experts.expert import Expert
+from shoal.experts.expert import Expert, RefusedUpdate
 
 
 class Mixed(nn.Module):

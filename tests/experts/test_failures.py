@@ -18,12 +18,12 @@ from experts.processes import serve_processes
 from shoal.core import Deadline, LoopThread, PeerLeaving, ShoalError
 from shoal.dht import connect
 from shoal.dht.settings import DHTSettings
-from shoal.experts.checkpoints import Checkpoints
-from shoal.experts.client import ExpertClient
+from shoal.experts.client.client import ExpertClient
 from shoal.experts.config import HostingConfig
-from shoal.experts.hosting import hosted
 from shoal.experts.mixture import MixtureOfExperts
 from shoal.experts.names import get_experts
+from shoal.experts.server.checkpoints import Checkpoints
+from shoal.experts.server.hosting import hosted
 
 pytestmark = [
     pytest.mark.skipif(
@@ -192,7 +192,9 @@ def experts_file(tmp_path_factory):
 
 
 def test_servers_that_answer_nonsense_are_left_out_and_named(swarm, experts_file, monkeypatch):
-    monkeypatch.setattr("shoal.experts.hosting.DHTSettings", functools.partial(DHTSettings, call_s=0.25))
+    monkeypatch.setattr(
+        "shoal.experts.server.hosting.DHTSettings", functools.partial(DHTSettings, call_s=0.25)
+    )
     bad = {"NotANumber": "NaN or infinity", "TooNarrow": "float32[5, 7]", "BadGradient": "not finite"}
     with contextlib.ExitStack() as closing:
         for index, name in enumerate(["Affine", *bad]):

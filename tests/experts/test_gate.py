@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.experts.gate import ProductKeyGate
+from shoal.experts.mixture import ProductKeyGate
 
 
 def test_the_logit_of_an_expert_is_the_sum_over_axes():

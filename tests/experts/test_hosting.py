@@ -11,12 +11,12 @@ from shoal.core import DeadlineExceeded, LoopThread, Peer, PeerError, PeerUnreac
 from shoal.core.identity import Identity
 from shoal.dht import connect
 from shoal.dht.settings import DHTSettings
-from shoal.experts.checkpoints import Checkpoints
-from shoal.experts.client import ExpertClient
+from shoal.experts.client.client import ExpertClient
 from shoal.experts.config import HostingConfig
-from shoal.experts.hosting import Hosting, hosted
-from shoal.experts.making import ExpertMaker
 from shoal.experts.names import declare_experts, get_experts
+from shoal.experts.server.assignment import ExpertMaker
+from shoal.experts.server.checkpoints import Checkpoints
+from shoal.experts.server.hosting import Hosting, hosted
 
 SMALL = {"hidden_dim": 8, "device": "cpu", "num_loops": 1}
 
@@ -31,7 +31,9 @@ def host(identity=None, **fields):
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     """Hosts do not wait for peers that are gone."""
-    monkeypatch.setattr("shoal.experts.hosting.DHTSettings", functools.partial(DHTSettings, call_s=0.25))
+    monkeypatch.setattr(
+        "shoal.experts.server.hosting.DHTSettings", functools.partial(DHTSettings, call_s=0.25)
+    )
 
 
 @pytest.fixture

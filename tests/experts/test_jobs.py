@@ -6,7 +6,7 @@ import pytest
 
 from experts.loopback import linear_expert
 from shoal.core import Deadline, DeadlineExceeded, PeerBusy
-from shoal.experts.jobs import Job, JobKind, JobQueue
+from shoal.experts.server.jobs import Job, JobKind, JobQueue
 from shoal.experts.settings import ServerSettings
 from shoal.transport import Reply
 

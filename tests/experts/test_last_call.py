@@ -1,6 +1,6 @@
 from experts.fake_client import peer_at
 from shoal.core import PeerLost
-from shoal.experts.last_call import ExpertCall, LastCall, NotEnoughExperts, describe_error
+from shoal.experts.client.batch import ExpertCall, LastCall, NotEnoughExperts, describe_error
 
 
 def test_it_counts_and_prints():

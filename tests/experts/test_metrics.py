@@ -3,15 +3,14 @@ import asyncio
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.experts.metrics import MetricsServer, metrics_text
-from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.experts.server.hosting import ExpertStatus, HostStatus, MetricsServer, metrics_text
 from shoal.transport import pages
 
 ANYWHERE = Address("127.0.0.1", 0)
 
 
 def test_the_text_is_what_prometheus_reads():
-    expert = ExpertMoment(
+    expert = ExpertStatus(
         'odd"\\uid',
         num_forward_batches=3,
         num_forward_samples=30,
@@ -22,7 +21,7 @@ def test_the_text_is_what_prometheus_reads():
         num_clipped=2,
     )
     text = metrics_text(
-        Moment(
+        HostStatus(
             up_s=2.5,
             num_waiting=4,
             num_failed=5,

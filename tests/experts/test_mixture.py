@@ -12,7 +12,7 @@ from torch import nn
 from experts.fake_client import FakeClient, add_linear_experts, peer_at, plain_schema
 from shoal.core import SYSTEM_CLOCK, LoopThread, UsageError
 from shoal.core.limits import FailureBackoff
-from shoal.experts.last_call import NotEnoughExperts
+from shoal.experts.client.batch import NotEnoughExperts
 from shoal.experts.mixture import MixtureOfExperts
 from shoal.experts.schema import ExpertSchema, TensorSchema
 
@@ -246,7 +246,7 @@ def test_a_straggler_is_no_lost_peer(client, monkeypatch):
     add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index // 2))
     client.faults = {"ffn.1.0": "hang"}
     moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
-    monkeypatch.setattr("shoal.experts.parallel._QUIET_S", 0.05)
+    monkeypatch.setattr("shoal.experts.client.batch._QUIET_S", 0.05)
     for left_out in (0, 1):
         moe(torch.randn(2, 6))
         assert moe.last_call.num_asked == 6 - left_out  # not ffn.1.1, which is at the same peer

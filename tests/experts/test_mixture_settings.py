@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core import UsageError
-from shoal.experts.mixture_settings import MixtureSettings
+from shoal.experts.settings import MixtureSettings
 
 
 def test_settings_one_by_one():

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.expert import Expert
+from shoal.experts.server.checkpoints import Checkpoints
 
 FOLDER, UID = Path(__file__).parent / "checkpoint_of_0.1.0", "ffn.1.2"
 

@@ -4,7 +4,7 @@ import asyncio
 
 from dht.memory_swarm import in_swarm
 from shoal.experts.names import declare_experts, get_experts
-from shoal.experts.publishing import Publishing
+from shoal.experts.server.publishing import Publishing
 
 UIDS = ["ffn.1.2", "ffn.3.4"]
 
@@ -69,11 +69,11 @@ def test_a_withdrawal_wins_over_a_declaration_that_is_under_way():
 def test_while_nobody_can_call_the_peer_nothing_is_declared(caplog):
     async def work(swarm, server, client):
         publishing = Publishing(server, lifetime_s=20)
-        server.protocol.is_client = True
+        server.become_client()
         assert await publishing.declare(UIDS) == 0
         await asyncio.sleep(30)
         assert caplog.text.count("Experts are not declared") == 1
-        server.protocol.is_client = False
+        server.become_server()
         await asyncio.sleep(15)
         assert [one.peers for one in await get_experts(client, UIDS, latest=True)] == [(server.peer,)] * 2
 

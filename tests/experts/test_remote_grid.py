@@ -9,10 +9,9 @@ from torch import nn
 
 from experts.loopback import linear_expert
 from shoal.dht import connect
-from shoal.experts.mixture import MixtureOfExperts
+from shoal.experts.mixture import MixtureOfExperts, SwitchMixtureOfExperts
 from shoal.experts.names import declare_experts
-from shoal.experts.server import ExpertServer
-from shoal.experts.switch import SwitchMixtureOfExperts
+from shoal.experts.server.server import ExpertServer
 
 UIDS = [f"ffn.{first}.{last}" for first in range(2) for last in range(4)]
 

@@ -22,11 +22,9 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.dht.node import DHT
-from shoal.experts.averaging import Piece
-from shoal.experts.meetings import StateHead
 from shoal.experts.names import declare_experts
-from shoal.experts.replicas import AVERAGE, STATE, MeetingRequest, Replicas
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.replicas import AVERAGE, STATE, Piece, ReplicaRequest, Replicas, StateHead
+from shoal.experts.server.server import ExpertServer
 from shoal.tensors import TensorSpec, pack
 from shoal.transport import Endpoint, Head, Membership, Reply, SwarmSecret
 
@@ -164,7 +162,7 @@ def test_a_look_up_that_fails_is_not_taken_for_being_alone(caplog):
 
 async def ask(dht, peer, method, uid, *items):
     async with dht.endpoint.streams.open_channel(
-        peer, method, MeetingRequest(uid), deadline=Deadline.after(30)
+        peer, method, ReplicaRequest(uid), deadline=Deadline.after(30)
     ) as channel:
         answers = []
         for payload, tensors in items:
@@ -219,7 +217,7 @@ def test_what_cannot_be_averaged_is_refused_and_told_of(caplog, payload, tensor)
 def test_one_meeting_at_a_time():
     async def work(asker, replicas, expert, peer):
         streams = asker.endpoint.streams
-        request, deadline = MeetingRequest(UID), Deadline.after(30)
+        request, deadline = ReplicaRequest(UID), Deadline.after(30)
         async with streams.open_channel(peer, AVERAGE, request, deadline=deadline) as channel:
             await channel.send(whole("0.bias", torch.zeros(4)), pack([torch.zeros(4)])[1])
             await channel.receive()
@@ -237,7 +235,7 @@ def test_a_silent_one_does_not_keep_its_place():
     async def work(asker, replicas, expert, peer):
         streams = asker.endpoint.streams
         async with streams.open_channel(
-            peer, AVERAGE, MeetingRequest(UID), deadline=Deadline.after(3600)
+            peer, AVERAGE, ReplicaRequest(UID), deadline=Deadline.after(3600)
         ) as channel:
             await channel.send(whole("0.bias", torch.zeros(4)), pack([torch.zeros(4)])[1])
             await asyncio.sleep(100)
@@ -263,7 +261,7 @@ def test_who_may_not_average():
 @pytest.mark.parametrize("is_swarm_secret", [True, False])
 def test_who_gives_no_name_may_average_only_where_names_prove_nothing(is_swarm_secret):
     async def work(asker, replicas, expert, peer):
-        head = Head(AVERAGE, MeetingRequest(UID), (), Peer(Address("a", 1)), Deadline.after(9))
+        head = Head(AVERAGE, ReplicaRequest(UID), (), Peer(Address("a", 1)), Deadline.after(9))
         endpoint = replicas._dht.endpoint
         if is_swarm_secret:
             endpoint.membership = Membership(Identity.generate(), SwarmSecret(b"s" * 32))
@@ -299,7 +297,7 @@ def against(serve, method, num_updates):
     async def main(swarm, liar, honest):
         expert = small_expert(num_updates=num_updates)
         before = values(expert)
-        liar.endpoint.routes.add_channel(method, serve, MeetingRequest)
+        liar.endpoint.routes.add_channel(method, serve, ReplicaRequest)
         for dht in (liar, honest):
             await declare_experts(dht, [UID], dht.in_s(3600))
         assert await Replicas(FakeServer(expert), honest, 60.0).sync() == 0

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from experts.fake_client import peer_at
+from shoal.experts.client.directory import GridTables
 from shoal.experts.names import ExpertAddress, ExpertUid
-from shoal.experts.routing import GridTables
 
 
 def address(place):

@@ -8,7 +8,7 @@ import torch
 
 from experts.fake_server import FakeServer, FakeThread, small_expert, train
 from shoal.core import LoopThread, Scope, UsageError, run_virtual
-from shoal.experts.checkpoints import CheckpointError, Checkpoints, Saver
+from shoal.experts.server.checkpoints import CheckpointError, Checkpoints, Saver
 
 
 def test_only_what_has_changed_is_saved(tmp_path):

@@ -24,7 +24,7 @@ from shoal.core import (
 )
 from shoal.experts import HostingConfig, hosted, wire
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import JobKind
+from shoal.experts.server.jobs import JobKind
 from shoal.experts.settings import ClientSettings, ServerSettings
 from shoal.tensors import EncodedMeta, TensorSpec
 from shoal.transport import StreamTransport
@@ -426,11 +426,13 @@ def test_a_busy_server_says_so_and_clients_come_back():
         assert module.schema
         gate.module.is_open = False
         with contextlib.ExitStack() as threads:
-            loops = [threads.enter_context(LoopThread(f"client{index}")) for index in range(3)]
+            loops = [threads.enter_context(LoopThread(f"client{index}")) for index in range(4)]
             futures = [loops[0].submit(_call(module, torch.ones(1, 2)))]
             assert gate.begun.acquire(timeout=30)
             futures += [loop.submit(_call(module, torch.ones(1, 2))) for loop in loops[1:]]
-            _wait_until(lambda: served.server.num_waiting == 1)
+            _wait_until(
+                lambda: served.server.num_waiting == 2
+            )  # twice as many when no client has more than one
             module.forward_timeout_s = 0.05
             with pytest.raises((PeerBusy, DeadlineExceeded)):
                 module(torch.ones(1, 2))
@@ -553,7 +555,7 @@ def test_a_codec_that_is_none_is_refused_and_nothing_is_done(raw, codec):
 def test_claims_of_absurd_batches_are_refused_before_anything_is_computed(raw):
     with serving(linear_expert(), settings=ServerSettings(max_batch_size=64)) as served:
         for kind in JobKind:
-            served.server._quick._seconds["expert0", kind] = 0.0
+            served.server._inline._is_quick["expert0", kind] = True
         spec = TensorSpec("float32", (10_000_000, 8))
         bomb = wire.ForwardRequest("expert0", (EncodedMeta("top-k", spec, (1,)),))
         with pytest.raises(PeerRefused, match="above this server's 64 a batch"):

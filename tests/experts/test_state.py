@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, StepLR
 
 from shoal.core import UsageError
+from shoal.experts.classes import TrainingSettings, make_scheduler
 from shoal.experts.expert import Expert
 from shoal.experts.state import ExpertState
-from shoal.experts.training import TrainingSettings, make_scheduler
 
 OPTIMIZERS = {
     "adam": lambda module: torch.optim.Adam(module.parameters(), lr=0.1),

@@ -1,6 +1,6 @@
 """Counts add up, and nothing is divided by zero."""
 
-from shoal.experts.statistics import ExpertStatistics
+from shoal.experts.expert import ExpertStatistics
 
 
 def test_nothing_done_yet():

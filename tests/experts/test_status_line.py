@@ -1,12 +1,12 @@
-from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.experts.server.hosting import ExpertStatus, HostStatus
 
 
 def expert(uid, num, num_clipped=0):
-    return ExpertMoment(uid, num, 10 * num, 2 * num, 20 * num, 2 * num, 0.5 * num, num_clipped)
+    return ExpertStatus(uid, num, 10 * num, 2 * num, 20 * num, 2 * num, 0.5 * num, num_clipped)
 
 
 def moment(up_s, *experts, num_waiting=0, num_failed=0, is_leaving=False):
-    return Moment(up_s, num_waiting, num_failed, 0, is_leaving, experts)
+    return HostStatus(up_s, num_waiting, num_failed, 0, is_leaving, experts)
 
 
 def test_the_line_tells_what_happened_since_the_one_before():

@@ -1,13 +1,13 @@
 """In virtual time."""
 
 import asyncio
-import functools
+import types
 
 import pytest
 import torch
 
 from shoal.core import Deadline, run_virtual, running_clock
-from shoal.experts.stragglers import Call, Patience, ask_all
+from shoal.experts.client.batch import Patience, ask_all
 
 NEVER = 10_000
 
@@ -21,21 +21,27 @@ def outcome(calls, num_samples, **rule):
     """With whether those that were cut off were needed no more."""
     ended = []
 
-    async def call(number, seconds, is_answered):
-        await asyncio.sleep(seconds)
-        ended.append(number)
-        return is_answered
+    async def call(part):
+        await asyncio.sleep(part.seconds)
+        ended.append(part.number)
+        return part.is_answered
 
     async def main():
         timeout_s = rule.pop("timeout_s", None)
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         patience = Patience(rule.pop("k_min", 1), deadline, rule.pop("after_s", None))
         on_trial = rule.pop("on_trial", ())
-        works = [
-            Call(functools.partial(call, number, *rest), torch.tensor(rows), number not in on_trial)
-            for number, (rows, *rest) in enumerate(calls)
+        parts = [
+            types.SimpleNamespace(
+                number=number,
+                rows=torch.tensor(rows),
+                seconds=seconds,
+                is_answered=is_answered,
+                is_relied_on=number not in on_trial,
+            )
+            for number, (rows, seconds, is_answered) in enumerate(calls)
         ]
-        is_enough = await ask_all(works, num_samples, patience)
+        is_enough = await ask_all(parts, call, num_samples, patience)
         return running_clock().now_s(), is_enough
 
     end_s, is_enough = run_virtual(main())

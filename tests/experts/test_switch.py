@@ -6,9 +6,9 @@ from torch import nn
 
 from experts.fake_client import FakeClient, add_linear_experts, plain_schema
 from shoal.core import LoopThread, UsageError
-from shoal.experts.last_call import NotEnoughExperts
+from shoal.experts.client.batch import NotEnoughExperts
+from shoal.experts.mixture import SwitchMixtureOfExperts
 from shoal.experts.schema import ExpertSchema, TensorSchema
-from shoal.experts.switch import SwitchMixtureOfExperts
 
 UIDS = [f"ffn.{first}.{last}" for first in range(3) for last in range(4)]
 GRID = (3, 4)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.experts.training import OPTIMIZERS, TrainingSettings, make_optimizer, make_scheduler
+from shoal.experts.classes import OPTIMIZERS, TrainingSettings, make_optimizer, make_scheduler
 
 
 def rates(num_steps, **options):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shoal.experts.blocks import LahFeedForward
+from shoal.experts.classes import LahFeedForward
 from shoal.simulate.mixture_bank import ExpertBank
 from shoal.simulate.mixture_model import MixtureModel
 

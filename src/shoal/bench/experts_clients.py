@@ -21,8 +21,7 @@ from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
 from shoal.bench.experts_tally import Tally
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
 from shoal.experts.classes import expert_class
-from shoal.experts.client import ExpertClient
-from shoal.experts.remote import RemoteExpert
+from shoal.experts.client.client import ExpertClient, RemoteExpert
 from shoal.tensors import pack
 
 T = TypeVar("T")

@@ -91,7 +91,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def num_files(self) -> int:
         """Descriptors that one process may need."""
         clients_a_process = -(-self.num_clients // self.client_processes)
-        return max(self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
+        return max(2 * self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
 
     def __post_init__(self) -> None:
         check_batches(self.batch_size, self.max_batch_size)

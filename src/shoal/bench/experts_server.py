@@ -20,13 +20,12 @@ from shoal.bench.children import Parent, end_with_parent
 from shoal.bench.crew import serve
 from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
 from shoal.core import Address, LoopThread
-from shoal.experts.classes import expert_class, make_expert
+from shoal.experts.classes import TrainingSettings, expert_class, make_expert
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import JobKind
 from shoal.experts.schema import Example
-from shoal.experts.server import ExpertServer
+from shoal.experts.server.jobs import JobKind
+from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
-from shoal.experts.training import TrainingSettings
 from shoal.transport import Endpoint, Head, Limits, Reply
 
 _LOCAL_S = 0.4  # of one measurement: shorter ones are mostly noise
@@ -139,7 +138,7 @@ def limits_for(config: ExpertsConfig, example: Example) -> Limits:
     usual = Limits()
     message_bytes = max(usual.max_message_bytes, 4 * batch_bytes)  # of a backward: gradients, and inputs
     return Limits(
-        max_connections=max(usual.max_connections, config.num_clients + _OTHER_CONNECTIONS),
+        max_connections=max(usual.max_connections, 2 * config.num_clients + _OTHER_CONNECTIONS),
         max_message_bytes=message_bytes,
         max_bytes_in_flight=max(usual.max_bytes_in_flight, 2 * message_bytes),
     )

@@ -22,8 +22,7 @@ from shoal.bench.latency_config import LatencyConfig, Passes
 from shoal.bench.latency_flow import Load, Pings, rates
 from shoal.core import LoopThread
 from shoal.core.placement import num_cores
-from shoal.experts.classes import expert_class
-from shoal.experts.training import TrainingSettings, make_optimizer
+from shoal.experts.classes import TrainingSettings, expert_class, make_optimizer
 
 Rest = Callable[[torch.device], None]
 """What follows a block on its device."""

@@ -23,7 +23,7 @@ from shoal.bench.latency_flow import Load, Pings, latencies, rates
 from shoal.core import Address, Deadline, LoopThread, Peer, ShoalError, fanout
 from shoal.core.identity import Identity
 from shoal.experts.classes import expert_class
-from shoal.experts.client import ExpertClient
+from shoal.experts.client.client import ExpertClient
 from shoal.transport import Membership, SwarmSecret
 
 _CALL_S = 600.0  # hundreds of clients may stand in one line

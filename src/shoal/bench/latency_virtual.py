@@ -19,7 +19,7 @@ from shoal.bench.latency_flow import Client, Load, Pings, latencies, rates
 from shoal.core import Deadline, Scope
 from shoal.core.virtual import run_virtual
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind, JobQueue
+from shoal.experts.server.jobs import Job, JobKind, JobQueue
 from shoal.experts.settings import ServerSettings
 from shoal.transport import Reply
 

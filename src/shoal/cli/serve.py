@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
     from shoal.core.run_options import OptionInfo
     from shoal.experts.config import HostingConfig
-    from shoal.experts.hosting import Hosting
-    from shoal.experts.status_line import Moment
+    from shoal.experts.server.hosting import Hosting, HostStatus
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6
@@ -98,7 +97,7 @@ def serve(
         lists = (_path(told.allow_file), _path(told.deny_file))
         member = member_of(identity, _path(told.secret_file), lists, is_insecure=told.insecure)
         told = _with_address(told, is_open=told.insecure or member.membership is not None)
-        from shoal.experts.hosting import hosted
+        from shoal.experts.server.hosting import hosted
 
         with hosted(told, identity, member.membership) as (hosting, loop):
             startup_s = SYSTEM_CLOCK.now_s() - began_s
@@ -163,7 +162,7 @@ def _watch(hosting: Hosting, loop: LoopThread) -> None:
                 show_line(now.line(before))
 
 
-def _summary(last: Moment) -> dict[str, object]:
+def _summary(last: HostStatus) -> dict[str, object]:
     return {
         "up_s": round(last.up_s, 3),
         "num_experts": len(last.experts),

@@ -6,73 +6,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.experts.checkpoints import Checkpoints
-    from shoal.experts.classes import ExpertClass, expert_class, make_expert
-    from shoal.experts.client import ExpertClient
-    from shoal.experts.config import HostingConfig
-    from shoal.experts.errors import RefusedUpdate
-    from shoal.experts.expert import Expert
-    from shoal.experts.hosting import Hosting, hosted
-    from shoal.experts.last_call import LastCall, NotEnoughExperts
-    from shoal.experts.mixture import MixtureOfExperts
-    from shoal.experts.mixture_settings import MixtureSettings
-    from shoal.experts.remote import RemoteExpert
-    from shoal.experts.schema import ExpertSchema
-    from shoal.experts.server import ExpertServer
-    from shoal.experts.settings import ClientSettings, ServerSettings
-    from shoal.experts.switch import SwitchMixtureOfExperts, SwitchSettings
-    from shoal.experts.training import TrainingSettings
+    from shoal.experts.classes import ExpertClass as ExpertClass
+    from shoal.experts.classes import TrainingSettings as TrainingSettings
+    from shoal.experts.classes import expert_class as expert_class
+    from shoal.experts.classes import make_expert as make_expert
+    from shoal.experts.client.batch import LastCall as LastCall
+    from shoal.experts.client.batch import NotEnoughExperts as NotEnoughExperts
+    from shoal.experts.client.client import ExpertClient as ExpertClient
+    from shoal.experts.client.client import RemoteExpert as RemoteExpert
+    from shoal.experts.config import HostingConfig as HostingConfig
+    from shoal.experts.expert import Expert as Expert
+    from shoal.experts.expert import RefusedUpdate as RefusedUpdate
+    from shoal.experts.mixture import MixtureOfExperts as MixtureOfExperts
+    from shoal.experts.mixture import SwitchMixtureOfExperts as SwitchMixtureOfExperts
+    from shoal.experts.mixture import SwitchSettings as SwitchSettings
+    from shoal.experts.schema import ExpertSchema as ExpertSchema
+    from shoal.experts.server.checkpoints import Checkpoints as Checkpoints
+    from shoal.experts.server.hosting import Hosting as Hosting
+    from shoal.experts.server.hosting import hosted as hosted
+    from shoal.experts.server.server import ExpertServer as ExpertServer
+    from shoal.experts.settings import ClientSettings as ClientSettings
+    from shoal.experts.settings import MixtureSettings as MixtureSettings
+    from shoal.experts.settings import ServerSettings as ServerSettings
 
-_HOMES = {
-    "Checkpoints": "checkpoints",
-    "ClientSettings": "settings",
-    "Expert": "expert",
-    "ExpertClass": "classes",
-    "ExpertClient": "client",
-    "ExpertSchema": "schema",
-    "ExpertServer": "server",
-    "Hosting": "hosting",
-    "HostingConfig": "config",
-    "LastCall": "last_call",
-    "MixtureOfExperts": "mixture",
-    "MixtureSettings": "mixture_settings",
-    "NotEnoughExperts": "last_call",
-    "RefusedUpdate": "errors",
-    "RemoteExpert": "remote",
-    "ServerSettings": "settings",
-    "SwitchMixtureOfExperts": "switch",
-    "SwitchSettings": "switch",
-    "TrainingSettings": "training",
-    "expert_class": "classes",
-    "hosted": "hosting",
-    "make_expert": "classes",
+_NAMES = {
+    "classes": ("ExpertClass", "TrainingSettings", "expert_class", "make_expert"),
+    "client.batch": ("LastCall", "NotEnoughExperts"),
+    "client.client": ("ExpertClient", "RemoteExpert"),
+    "config": ("HostingConfig",),
+    "expert": ("Expert", "RefusedUpdate"),
+    "mixture": ("MixtureOfExperts", "SwitchMixtureOfExperts", "SwitchSettings"),
+    "schema": ("ExpertSchema",),
+    "server.checkpoints": ("Checkpoints",),
+    "server.hosting": ("Hosting", "hosted"),
+    "server.server": ("ExpertServer",),
+    "settings": ("ClientSettings", "MixtureSettings", "ServerSettings"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 """Files that are loaded when one of their names is first used: nearly all of them need torch."""
 
-__all__ = [
-    "Checkpoints",
-    "ClientSettings",
-    "Expert",
-    "ExpertClass",
-    "ExpertClient",
-    "ExpertSchema",
-    "ExpertServer",
-    "Hosting",
-    "HostingConfig",
-    "LastCall",
-    "MixtureOfExperts",
-    "MixtureSettings",
-    "NotEnoughExperts",
-    "RefusedUpdate",
-    "RemoteExpert",
-    "ServerSettings",
-    "SwitchMixtureOfExperts",
-    "SwitchSettings",
-    "TrainingSettings",
-    "expert_class",
-    "hosted",
-    "make_expert",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - type checkers read the imports above
 
 
 def __getattr__(name: str) -> Any:

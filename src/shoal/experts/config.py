@@ -6,10 +6,11 @@ offer the options. What they do is `hosting`'s.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +19,7 @@ from shoal.core.errors import UsageError
 from shoal.core.run_options import OptionInfo, describe_struct
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
+T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Factor = Annotated[float, Meta(ge=0)]
@@ -134,6 +136,11 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Port | None, Meta(description="serve Prometheus metrics there over HTTP; 0 takes a free port")
     ] = None
     metrics_host: Annotated[str, Meta(description="where --metrics-port listens")] = "127.0.0.1"
+
+    def part(self, kind: type[T], **others: Any) -> T:
+        """Settings of a kind (a dataclass), from the fields of the same names here, and from `others`."""
+        names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        return kind(**{name: getattr(self, name) for name in names if hasattr(self, name)} | others)
 
     def check(self) -> None:
         """UsageError for options that do not go together, or name what cannot be."""

@@ -1,7 +1,7 @@
 """A piece of a model that is served and trained by itself: a module with its own optimizer.
 
 Whoever runs it decides where, when and in which precision (under `torch.autocast`, whose cache must not
-outlive one call: backward changes the weights); networks, batches and files are other people's affair.
+outlive one call: backward changes the weights). Networks, batches and files are not known here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.core import UsageError
+from shoal.core import PeerRefused, ShoalError, UsageError
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
-from shoal.experts.discovery import discover_schema, run_on
-from shoal.experts.errors import MergedTooLarge, RefusedUpdate
-from shoal.experts.schema import Example, ExpertSchema
+from shoal.experts.schema import Example, ExpertSchema, discover_schema, run_on
 from shoal.experts.state import (
     APPLIED_IDS,
     ExpertState,
@@ -34,12 +33,10 @@ from shoal.experts.state import (
     restore_scheduler,
     scheduler_state,
 )
-from shoal.experts.statistics import ExpertStatistics
 from shoal.tensors.dtypes import dtype_named
 
-__all__ = ["Expert", "ExpertState"]
-
 log = logging.getLogger(__name__)
+
 
 MAX_APPLIED_IDS = 1 << 14
 """Of 16 bytes each: what is sent again comes soon, while its client waits."""
@@ -363,3 +360,49 @@ def _check_training(
                 "The optimizer has parameters that are not the module's.",
                 next_step="make it from module.parameters() of the very module that is given.",
             )
+
+
+class RefusedUpdate(PeerRefused):
+    """A gradient was not finite; the expert is as it was before."""
+
+
+class MergedTooLarge(ShoalError):
+    """The gradient of several requests together is above the limit: each has to be computed by itself.
+
+    One of them may be a liar's, beside which the others would be scaled down to nothing.
+    """
+
+
+@dataclass(slots=True)
+class ExpertStatistics:
+    """Counts of what was finished; the expert counts, and whoever runs it adds the seconds."""
+
+    num_forward_batches: int = 0
+    num_forward_samples: int = 0
+    num_backward_batches: int = 0
+    num_backward_samples: int = 0
+    num_refused_updates: int = 0
+    num_clipped_updates: int = 0
+    """Steps whose gradient was far above what is usual for the expert."""
+    busy_s: float = 0.0
+    """Time that the device spent on this expert."""
+
+    @property
+    def num_batches(self) -> int:
+        """Counts forward and backward batches together."""
+        return self.num_forward_batches + self.num_backward_batches
+
+    @property
+    def num_samples(self) -> int:
+        """Counts samples of forward and backward together."""
+        return self.num_forward_samples + self.num_backward_samples
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Samples a batch; 0 before the first one."""
+        return self.num_samples / self.num_batches if self.num_batches else 0.0
+
+    @property
+    def samples_per_busy_s(self) -> float:
+        """The rate while the device works on this expert, whatever it does in between; 0 if unknown."""
+        return self.num_samples / self.busy_s if self.busy_s > 0 else 0.0

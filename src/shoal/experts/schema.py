@@ -1,4 +1,7 @@
-"""What an expert takes and gives: dtypes and shapes without the batch, which comes first in every tensor."""
+"""What an expert takes and gives: dtypes and shapes without the batch, which comes first in every tensor.
+
+`discover_schema` finds it by running an example batch through the module, without a trace.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from shoal.core import TensorError, UsageError
 from shoal.tensors.dtypes import dtype_name, dtype_named
@@ -74,7 +78,7 @@ class ExpertSchema(msgspec.Struct, frozen=True):
         return tensors[: self.num_args], dict(zip(self.keyword_names, tensors[self.num_args :], strict=True))
 
     def describe_inputs(self) -> str:
-        """For people."""
+        """Describes all inputs in words, for messages."""
         names = [""] * self.num_args + [f"{name}=" for name in self.keyword_names]
         return ", ".join(f"{name}{schema}" for name, schema in zip(names, self.inputs, strict=True))
 
@@ -104,3 +108,104 @@ def _check(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -
             raise TensorError(f"{what} {index} has {shape[0]} samples, the one before {batch_size}")
         batch_size = shape[0]
     return batch_size
+
+
+_NEXT_STEP = "let every input and output be a tensor whose first dimension is the batch."
+
+
+def as_example(given: Any, what: str) -> Example:
+    """Inputs of a batch from a tensor, a tuple of tensors, or arguments and a dict of keyword arguments."""
+    if isinstance(given, torch.Tensor):
+        return (given,), {}
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], dict):
+        args, kwargs = given
+        args = (args,) if isinstance(args, torch.Tensor) else args
+        if isinstance(args, tuple | list) and all(_is_tensor(part) for part in (*args, *kwargs.values())):
+            return tuple(args), dict(kwargs)
+    elif isinstance(given, tuple | list) and given and all(map(_is_tensor, given)):
+        return tuple(given), {}
+    raise UsageError(
+        f"{what} {_described(given)}.",
+        next_step="let it give a tensor, a tuple of tensors, or arguments and a dict of keyword arguments, "
+        "as ((x, mask), {}); the first dimension of each is the batch.",
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _described(given: Any) -> str:
+    if isinstance(given, tuple | list):
+        return (
+            f"a {type(given).__name__} of {', '.join(type(part).__name__ for part in given[:4]) or 'nothing'}"
+        )
+    return type(given).__name__
+
+
+def discover_schema(module: nn.Module, example: Example) -> ExpertSchema:
+    """The schema; UsageError when the module cannot be an expert. Its mode stays as it is."""
+    args, kwargs = as_example(example, "The example of an expert is")
+    names = tuple(kwargs)
+    inputs = [*args, *kwargs.values()]
+    batch_size = _batch_size("input", inputs)
+    device = next((parameter.device for parameter in module.parameters()), None)
+    given = [tensor.detach().to(device, copy=True) for tensor in inputs]
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            raw = _run(module, names, given)
+    finally:
+        for part, is_training in modes:
+            part.training = is_training
+    is_single = isinstance(raw, torch.Tensor)
+    outputs = [raw] if is_single else list(raw) if isinstance(raw, tuple | list) else []
+    if _batch_size("output", outputs) != batch_size:
+        raise UsageError(
+            f"For {batch_size} samples the module gives {outputs[0].shape[0]}.",
+            cause="the batch is not the first dimension, or samples are mixed into one.",
+            next_step=_NEXT_STEP,
+        )
+    for index, (after, before) in enumerate(zip(given, inputs, strict=True)):
+        is_same = (after == before.to(after.device)) | after.isnan()
+        if not bool(is_same.all()):
+            raise UsageError(
+                f"The module changes its input {index}, which is still needed for backward.",
+                next_step="use operations that are not in place, such as nn.ReLU(inplace=False).",
+            )
+    return ExpertSchema(
+        inputs=tuple(TensorSchema.of(tensor) for tensor in inputs),
+        keyword_names=names,
+        outputs=tuple(TensorSchema.of(tensor) for tensor in outputs),
+        is_single=is_single,
+    )
+
+
+def run_on(
+    module: nn.Module, keyword_names: Sequence[str], inputs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Call the module with flat inputs; a single output becomes a tuple of one."""
+    outputs = _run(module, keyword_names, inputs)
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+
+
+def _run(module: nn.Module, keyword_names: Sequence[str], inputs: Sequence[torch.Tensor]) -> Any:
+    if not keyword_names:
+        return module(*inputs)
+    num_args = len(inputs) - len(keyword_names)
+    return module(*inputs[:num_args], **dict(zip(keyword_names, inputs[num_args:], strict=True)))
+
+
+def _batch_size(what: str, tensors: Sequence[Any]) -> int:
+    if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        raise UsageError(
+            f"Not every {what} of the module is a tensor with a batch, or there is none.",
+            next_step=_NEXT_STEP,
+        )
+    sizes = [tensor.shape[0] for tensor in tensors]
+    if len(set(sizes)) > 1 or sizes[0] == 0:
+        raise UsageError(
+            f"The {what}s of the module have {', '.join(map(str, sizes))} samples.", next_step=_NEXT_STEP
+        )
+    return int(sizes[0])

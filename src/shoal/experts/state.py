@@ -2,6 +2,10 @@
 
 Names are `module.<name>` and `optimizer.<index>.<key>`, where the index counts the optimizer's parameters
 through all of its groups, and `applied_ids`. Files are left to the checkpoints.
+
+An optimizer believes what it is given: without a tensor that it counts on, or with one of another shape, each
+of its later steps would fail, and what is not finite would come to be in the weights. So what was saved, or
+what a peer has sent, is checked against what such an optimizer knows after a step.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.core import UsageError
-from shoal.experts.fitting import example_state, misfit_of_settings, misfit_of_state
 
 # How an optimizer computes is not part of what it has learned, and may differ from device to device.
 _WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
@@ -184,7 +187,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its numbers."""
+    """Gives the numbers that a scheduler goes on from."""
     kind = type(scheduler).__name__
     return {"kind": kind, "values": _as_json(scheduler.state_dict(), f"{kind}'s state")}
 
@@ -300,3 +303,93 @@ def _as_json(numbers: Any, what: str) -> Any:
             f"{what} cannot be saved: {error}.",
             next_step="use an optimizer and a scheduler whose states are tensors and plain numbers.",
         ) from error
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no number in it, however deep, is NaN or infinite."""
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def misfit_of_settings(own: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """What is wrong with settings that are to replace one's own, if anything is."""
+    for key, present in own.items():
+        if key not in given:
+            continue
+        value = given[key]
+        if not is_finite(value):
+            return f"{key} is not finite"
+        is_number = _is_number(present) or isinstance(present, torch.Tensor)
+        if is_number and not _is_number(value):
+            return f"{key} is no number"
+        if isinstance(present, tuple) and not (isinstance(value, list) and len(value) == len(present)):
+            return f"{key} is not {len(present)} numbers"
+    return None
+
+
+def example_state(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What such an optimizer knows of a parameter after a step, with 2 in place of each of its sizes.
+
+    Nothing where that cannot be tried.
+    """
+    small = nn.Parameter(torch.zeros((2,) * parameter.dim(), dtype=parameter.dtype))
+    small.grad = torch.zeros_like(small)
+    kind: Any = type(optimizer)
+    try:
+        trial = kind([{**settings, "params": [small]}])
+        trial.step()
+    except Exception:  # noqa: BLE001 - of an optimizer of one's own
+        return {}
+    return dict(trial.state.get(small, {}))
+
+
+def misfit_of_state(
+    parameter: torch.Tensor, example: Mapping[str, Any], given: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with what an optimizer should know of a parameter, if anything is.
+
+    What the example does not have may be a single number, or have the parameter's shape.
+    """
+    for key in example:
+        if key not in given:
+            return f"{key} is missing"
+    for key, value in given.items():
+        wanted = example.get(key)
+        if isinstance(value, torch.Tensor):
+            problem = _misfit_of_tensor(parameter, wanted, value)
+        elif isinstance(wanted, torch.Tensor):
+            problem = "is no tensor"
+        elif _is_number(wanted) and not _is_number(value):
+            problem = "is no number"
+        else:
+            problem = None if is_finite(value) else "is not finite"
+        if problem is not None:
+            return f"{key} {problem}"
+    return None
+
+
+def _misfit_of_tensor(parameter: torch.Tensor, example: Any, given: torch.Tensor) -> str | None:
+    shapes = [tuple(parameter.shape), ()]
+    dtypes = [parameter.dtype, torch.float32]
+    if isinstance(example, torch.Tensor):
+        dtypes = [example.dtype]
+        if example.dim() != parameter.dim():
+            shapes = [tuple(example.shape)]
+        else:
+            sizes = zip(parameter.shape, example.shape, strict=True)
+            shapes = [tuple(size if part == 2 else part for size, part in sizes)]
+    if tuple(given.shape) not in shapes:
+        return f"has the shape {list(given.shape)}"
+    is_fitting = given.dtype in dtypes or (given.dim() == 0 and given.dtype.is_floating_point)
+    if not is_fitting:
+        return f"is of type {given.dtype}"
+    return None if bool(given.isfinite().all()) else "is not finite"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
 """Rows through experts: forward, and a backward that leaves its factors in the bank instead of matrices.
 
-The block is Learning@home's (`shoal.experts.blocks.LahFeedForward`), with an expert of its own for every row.
+The block is Learning@home's (`experts.classes.LahFeedForward`), with an expert of its own for every row.
 Either rows are sorted by expert and each expert's weights are read where they lie; or the weights of each row
 are gathered, so that an accelerator need not wait for the host to learn which experts they are.
 """

@@ -1,6 +1,6 @@
 """How an expert's parameters lie in one vector, and what backward leaves of a sample in one row.
 
-The expert is Learning@home's block (`shoal.experts.blocks.LahFeedForward`): linear, norm, ReLU, linear, norm,
+The expert is Learning@home's block (`experts.classes.LahFeedForward`): linear, norm, ReLU, linear, norm,
 ReLU, linear, and a residual.
 """
 

@@ -30,8 +30,7 @@ from shoal.experts.devices.device import (
     places,
     received_tensors,
 )
-from shoal.experts.jobs import Job, JobKind, Outcome
-from shoal.experts.kept import KeptInputs
+from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta, TensorSpec, unpack
 from shoal.tensors.codecs.base import PLAIN
@@ -77,9 +76,9 @@ class PinnedArena:
 
 
 class CudaDevice(Device):
-    """One GPU."""
+    """Computes on one GPU."""
 
-    def __init__(self, settings: ServerSettings, kept: KeptInputs) -> None:
+    def __init__(self, settings: ServerSettings, kept: InputCache) -> None:
         if not torch.cuda.is_available():
             raise UsageError(
                 f"There is no GPU for --device {settings.device}.",

@@ -303,8 +303,7 @@ class StreamTransport(Transport):
         connection = home.add(peer, is_dialer=True)
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                tls = self._membership.client_tls() if self._membership else None
-                await self.network.dial(peer.address, connection, tls=tls)
+                await self.network.dial(peer.address, connection, tls=self.client_tls())
                 await connection.ready
         except ShoalError as error:
             return error
@@ -331,6 +330,10 @@ class StreamTransport(Transport):
     def server_tls(self) -> ssl.SSLContext | None:
         """What accepted connections are secured by; None where they are plain. For any thread."""
         return self._membership.server_tls() if self._membership else None
+
+    def client_tls(self) -> ssl.SSLContext | None:
+        """What dialed connections are secured by; None where they are plain. For any thread."""
+        return self._membership.client_tls() if self._membership else None
 
     def cut_off(self, peer_id: PeerId) -> None:
         """End every connection with this peer without a word; it may dial again."""

@@ -1,0 +1,1 @@
+"""Those who ask experts: one expert at a time, or a batch at many experts of a grid."""

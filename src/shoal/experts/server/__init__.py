@@ -1,0 +1,1 @@
+"""Those who serve experts: the server itself, and the process around it."""

@@ -1,0 +1,366 @@
+"""Small calls that a waiting thread makes by itself: it sends on a socket of its own and reads there.
+
+A call through the loop crosses threads twice, which takes longer than all else that a small call needs. Here
+no loop, task or future takes part. The bytes on the wire are those of any other connection: to the callee
+there is no difference. A thread has a connection to itself for as long as its call lasts; afterwards the
+connection waits for the next caller of the same peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal._version import __version__
+from shoal.core import (
+    SYSTEM_CLOCK,
+    Deadline,
+    DeadlineExceeded,
+    IdentityError,
+    LimitExceeded,
+    Peer,
+    PeerBusy,
+    PeerId,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    UsageError,
+)
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.transport.frames import (
+    HEADER,
+    INLINE_BYTES,
+    MAGIC,
+    UNREADABLE,
+    VERSION,
+    HelloHead,
+    Kind,
+    MessageHead,
+    Mode,
+    decode_payload,
+    encode,
+    frame,
+    from_goodbye,
+    from_wire,
+)
+from shoal.transport.messages import Reply, byte_views, encode_head
+from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
+from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.decoder import Arrivals, FrameDecoder
+from shoal.transport.trust.tls import explain, peer_id_of
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from shoal.transport.streams.transport import StreamTransport
+
+MAX_CALL_BYTES = INLINE_BYTES
+"""The most that the buffers of a call may have; answers may be of any size."""
+_MAX_IDLE = 256  # connections to all peers together that wait for their next call
+_DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is more patient
+_DIAL_AGAIN_S = 5.0  # after a peer has had no place for one more connection
+
+
+class BlockingCaller:
+    """Makes small calls for threads that wait for them; may be used from any thread but the loop's."""
+
+    def __init__(self, transport: StreamTransport) -> None:
+        self._transport = transport
+        self._idle: dict[Peer, list[_BlockingConnection]] = {}
+        self._num_idle = 0
+        self._dial_at_s: dict[Peer, float] = {}
+        """When peers that had no place may be dialed again: a dial for each call would cost them most."""
+        self._is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made: over real sockets only, and not once it is closed."""
+        return self._is_open
+
+    def call(
+        self,
+        peer: Peer,
+        method: str,
+        payload: Any,
+        buffers: Sequence[Any],
+        deadline: Deadline,
+        decoder: msgspec.msgpack.Decoder[Any] | None = None,
+    ) -> Reply:
+        """Ask and wait for the answer, whose payload `decoder` reads; fails as `StreamTransport.call`."""
+        outcome: Reply | Exception = ConnectionRetired()
+        while isinstance(outcome, ConnectionRetired):  # a new connection is not, or fails to begin
+            connection = self._take(peer) or self._dial(peer, deadline)
+            try:
+                outcome = connection.call(method, payload, buffers, deadline, decoder)
+            except BaseException:
+                connection.close()
+                raise
+            if connection.is_usable:
+                self._put_back(peer, connection)
+            else:
+                connection.close()
+        if isinstance(outcome, Reply):
+            return outcome
+        raise outcome
+
+    def close(self) -> None:
+        """Close connections that wait; those in use are closed when their calls have ended."""
+        with self._lock:
+            self._is_open = False
+            idle, self._idle, self._num_idle = self._idle, {}, 0
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+
+    def _take(self, peer: Peer) -> _BlockingConnection | None:
+        while True:
+            with self._lock:
+                connections = self._idle.get(peer)
+                if not connections:
+                    return None
+                connection = connections.pop()
+                self._num_idle -= 1
+            if connection.is_fresh():
+                return connection
+            connection.close()
+
+    def _dial(self, peer: Peer, deadline: Deadline) -> _BlockingConnection:
+        now_s = SYSTEM_CLOCK.now_s()
+        if now_s < self._dial_at_s.get(peer, 0.0):
+            raise PeerBusy(f"{peer} had no place for one more connection a moment ago.", peer=peer)
+        self._dial_at_s.pop(peer, None)
+        if deadline.is_past:
+            raise no_answer(peer)
+        try:
+            return _BlockingConnection(self._transport, peer, deadline)
+        except (PeerBusy, DeadlineExceeded) as error:
+            self._dial_at_s[peer] = now_s + _DIAL_AGAIN_S
+            if isinstance(error, PeerBusy) or deadline.is_past:
+                raise
+            # it may have run out of descriptors; a connection that it has already may still serve
+            raise PeerBusy(f"{peer} did not accept a connection.", peer=peer, cause=error.cause) from error
+
+    def _put_back(self, peer: Peer, connection: _BlockingConnection) -> None:
+        dropped: list[_BlockingConnection] = []
+        with self._lock:
+            if not self._is_open:
+                dropped.append(connection)
+            else:
+                self._idle.setdefault(peer, []).append(connection)
+                self._num_idle += 1
+                if self._num_idle > _MAX_IDLE:  # those of the peer that was met first
+                    dropped = self._idle.pop(next(iter(self._idle)))
+                    self._num_idle -= len(dropped)
+        for each in dropped:
+            each.close()
+
+
+class _BlockingConnection:
+    """One dialed connection with at most one call under way; it is what its decoder tells of frames."""
+
+    def __init__(self, transport: StreamTransport, peer: Peer, deadline: Deadline) -> None:
+        self._peer = peer
+        self._limits = transport.limits
+        self._pool = transport.pool
+        self._access = transport.access
+        self._proven_id: PeerId | None = None
+        self._decoder = FrameDecoder(self, self._limits.max_head_bytes)
+        self._arrivals = Arrivals(self._decoder)
+        self._call_id = -1
+        self._method = "hello"
+        self._payload_decoder: msgspec.msgpack.Decoder[Any] | None = None
+        self._outcome: Reply | Exception | None = None
+        self.is_usable = True
+        """Whether further calls may be made; not once the peer has said goodbye."""
+        timeout_s = min(_DIAL_S, self._limits.handshake_s, deadline.remaining_s)
+        try:
+            self._socket = socket.create_connection((peer.address.host, peer.address.port), timeout_s)
+        except TimeoutError:
+            raise no_answer(peer) from None
+        except (OSError, ValueError) as error:
+            raise unreachable(peer, error) from error
+        close_in_children(self._socket.fileno())
+        try:
+            self._greet(transport)
+        except TimeoutError:
+            self.close()
+            raise no_answer(peer) from None
+        except ssl.SSLError as error:
+            self.close()
+            raise explain(error, peer) from error
+        except OSError as error:
+            self.close()
+            raise self._lost(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def _greet(self, transport: StreamTransport) -> None:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (tls := transport.client_tls()) is not None:
+            descriptor = self._socket.fileno()
+            self._socket = tls.wrap_socket(self._socket)
+            assert self._socket.fileno() == descriptor
+            certificate = self._socket.getpeercert(True)
+            try:
+                self._proven_id = peer_id_of(certificate)
+            except IdentityError as error:
+                raise ProtocolError(error.what) from error
+            if not self._is_allowed:
+                raise PeerRefused(f"The peer {self._proven_id.short} is not allowed here.", peer=self._peer)
+        own_id = transport.peer_id.digest if transport.peer_id else b""
+        hello = HelloHead(__version__, own_id, self._limits.max_calls, self._limits.max_message_bytes)
+        self._socket.sendall(frame(Kind.HELLO, 0, encode(hello)))
+        outcome = self._receive_outcome()
+        if isinstance(outcome, Exception):
+            raise outcome
+        self._decoder.welcome()
+
+    def is_fresh(self) -> bool:
+        """Whether it can be used again: a peer that has left, or closed it, has made it readable."""
+        return self._is_allowed and not self._poll.poll(0)
+
+    @property
+    def _is_allowed(self) -> bool:
+        access, peer_id = self._access, self._proven_id
+        return access is None or peer_id is None or access.is_allowed(peer_id)
+
+    def call(
+        self,
+        method: str,
+        payload: Any,
+        buffers: Sequence[Any],
+        deadline: Deadline,
+        decoder: msgspec.msgpack.Decoder[Any] | None,
+    ) -> Reply | Exception:
+        """Send a request and read until its answer is here, which may be an error that the peer tells."""
+        remaining_s = deadline.at_s - deadline.clock.now_s()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"{method} at {self._peer}: the deadline had passed before it was sent.")
+        views = byte_views(buffers) if buffers else ()
+        sizes = [len(view) for view in views]
+        total_bytes = sum(sizes)
+        if total_bytes > MAX_CALL_BYTES:
+            raise UsageError(f"{method} has {total_bytes:,} bytes, which is no small call.")
+        timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
+        head = encode_head(
+            method, (method, _CALL, timeout_ms, sizes, payload), self._limits.max_head_bytes
+        )  # a RequestHead
+        self._call_id += 2
+        self._method = method
+        self._payload_decoder = decoder
+        self._outcome = None
+        header = HEADER.pack(MAGIC, VERSION, _REQUEST, len(head), self._call_id, total_bytes)
+        try:
+            self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
+            self._socket.sendall(b"".join((header, head, *views)))
+            return self._receive_outcome()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{method} at {self._peer} was not answered before its deadline.",
+                cause="the request had been sent; no answer had come.",
+            ) from None
+        except OSError as error:
+            raise self._lost(str(error)) from error
+
+    def close(self) -> None:
+        """End the connection; the peer drops what is under way."""
+        if (descriptor := self._socket.fileno()) >= 0:
+            keep_in_children(descriptor)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _receive_outcome(self) -> Reply | Exception:
+        decoder, receive_into = self._decoder, self._socket.recv_into
+        while self._outcome is None:
+            num_bytes = receive_into(decoder.get_buffer())
+            if num_bytes == 0:
+                raise self._lost("the other side closed it.")
+            try:
+                decoder.buffer_updated(num_bytes)
+            except LimitExceeded as error:
+                raise ProtocolError(f"{self._peer}: {error.what}") from error
+        return self._outcome
+
+    def _lost(self, cause: str) -> PeerLost:
+        return PeerLost(
+            f"{self._method} at {self._peer}: The connection to {self._peer} ended.",
+            peer=self._peer,
+            cause=cause,
+        )
+
+    # --- what the decoder calls ---
+
+    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+        """Note what the peer says of the call under way; other calls have ended before."""
+        if kind == _REPLY:
+            if call_id == self._call_id and self._outcome is None:
+                self._on_reply(head, body)
+        elif kind == Kind.ERROR:
+            if call_id == self._call_id:
+                self._outcome = from_wire(head, self._peer, self._method)
+        elif kind == Kind.GOODBYE:
+            self.is_usable = False
+            if self._call_id < 0:
+                self._outcome = from_goodbye(head, self._peer)
+            elif self._call_id > head.last_call_id:
+                self._outcome = ConnectionRetired()
+        elif kind == Kind.HELLO and self._call_id < 0:
+            self._on_hello(head)
+        else:
+            raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
+
+    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
+        """Say where a part of a large answer belongs."""
+        return self._arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
+
+    def on_chunk_end(self, call_id: int) -> None:
+        """A part is in its place; the answer may be complete with it."""
+        self._arrivals.on_chunk_end(call_id)
+
+    def _on_hello(self, head: HelloHead) -> None:
+        claimed = head.peer_id
+        if self._proven_id is not None and claimed != self._proven_id.digest:
+            raise ProtocolError("Its hello names another peer than its certificate.")
+        if self._peer.id is not None and claimed != self._peer.id.digest:
+            raise PeerRefused(
+                f"The peer at {self._peer.address} is not {self._peer.id.short}.",
+                peer=self._peer,
+                cause="another peer has taken that address.",
+                next_step="look the peer up again.",
+            )
+        self._outcome = Reply()
+
+    def _on_reply(self, head: MessageHead, body: memoryview) -> None:
+        try:
+            payload = decode_payload(head.payload, self._payload_decoder)
+        except UNREADABLE as error:
+            raise PeerRefused(
+                f"{self._peer} answered what cannot be read: {error}.", peer=self._peer
+            ) from None
+        reply = Reply(payload)
+        if self._arrivals.is_plain(head.sizes, body):
+            reply.buffers = self._pool.copy_in(head.sizes, body)
+            self._outcome = reply
+            return
+        if head.sizes and min(head.sizes) < 0:
+            raise ProtocolError("A message announced a buffer of negative size.")
+        self._limits.check_sizes(head.sizes)
+        reply.buffers = self._pool.allocate_all(head.sizes)
+
+        def on_complete() -> None:
+            self._outcome = reply
+
+        self._arrivals.receive(self._call_id, reply.buffers, body, on_complete)
+
+
+_CALL, _REQUEST, _REPLY = int(Mode.CALL), int(Kind.REQUEST), int(Kind.REPLY)
