@@ -69,11 +69,11 @@ def test_a_withdrawal_wins_over_a_declaration_that_is_under_way():
 def test_while_nobody_can_call_the_peer_nothing_is_declared(caplog):
     async def work(swarm, server, client):
         publishing = Publishing(server, lifetime_s=20)
-        server.become_client()
+        server.protocol.is_client = True
         assert await publishing.declare(UIDS) == 0
         await asyncio.sleep(30)
         assert caplog.text.count("Experts are not declared") == 1
-        server.become_server()
+        server.protocol.is_client = False
         await asyncio.sleep(15)
         assert [one.peers for one in await get_experts(client, UIDS, latest=True)] == [(server.peer,)] * 2
 

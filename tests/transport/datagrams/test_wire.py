@@ -7,13 +7,19 @@ from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_PACKET_BYTES,
+    MAX_PARTS,
+    PART_BYTES,
     PREFIX,
     TAG_BYTES,
+    Answer,
     Cancel,
     Failure,
+    Part,
     Request,
     UnreadablePacket,
     Working,
+    cut,
+    decode_answer,
     decode_frames,
     encode_failure,
     encode_frames,
@@ -64,6 +70,22 @@ def test_the_largest_packet_fits_into_a_datagram():
     assert len(frame) == MAX_FRAME_BYTES
     content = encode_frames(2**63, [token, frame])
     assert HEADER_BYTES + len(content) + TAG_BYTES <= MAX_PACKET_BYTES
+
+
+def test_parts_make_up_the_answer():
+    answer = encode((5, 4, b"x" * (MAX_PARTS * PART_BYTES - 8)))
+    parts = [decode_frames(encode_frames(0, [part])).frames[0] for part in cut(4, answer)]
+    told = [(part.id, part.digest, part.index, part.num_parts) for part in parts]
+    assert told == [(4, parts[0].digest, index, MAX_PARTS) for index in range(8)]
+    assert cut(4, answer[:-1] + b"y")[0] != cut(4, answer)[0]
+    assert all(isinstance(part, Part) and len(part.data) <= PART_BYTES for part in parts)
+    assert all(len(part) <= MAX_FRAME_BYTES for part in cut(2**63, answer))
+    assert isinstance(decode_answer(b"".join(part.data for part in parts)), Answer)
+
+
+def test_an_answer_is_nothing_else():
+    with pytest.raises(UnreadablePacket):
+        decode_answer(encode((8, 1)))
 
 
 def test_a_failure_is_cut_to_one_datagram():

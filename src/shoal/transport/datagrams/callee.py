@@ -1,10 +1,10 @@
-"""The callee's side of datagrams: a request is served, and its answer sent in one packet.
+"""The callee's side of datagrams: a request is served, and its answer sent in one packet or a few.
 
 Requests are idempotent. One that comes again while its handler runs is answered with 'working'; one that
-comes again later, because its answer was lost, is served again. An answer that does not fit into a packet is
-replaced by 'too large', and its caller asks again over a stream. A caller tells with every packet which of
-its calls is the oldest still open: handlers of earlier ones are cancelled. No handler runs for an address
-that has not proven itself.
+comes again later, because its answer or a part of it was lost, is served again. An answer that does not fit
+into a few packets is replaced by 'too large', and its caller asks again over a stream. A caller tells with
+every packet which of its calls is the oldest still open: handlers of earlier ones are cancelled. No handler
+runs for an address that has not proven itself.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_
 from shoal.transport.datagrams.wire import (
     LEFT,
     MAX_FRAME_BYTES,
+    MAX_PARTS,
+    PART_BYTES,
     Cancel,
     Goodbye,
     Proof,
@@ -38,6 +40,7 @@ from shoal.transport.datagrams.wire import (
     SocketAddress,
     TooLarge,
     Working,
+    cut,
     encode_failure,
 )
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
@@ -282,7 +286,7 @@ class CalleeSession(Session):
     # --- answers ---
 
     def _answer(self, call_id: int, method: str, returned: Any) -> None:
-        """Send what a handler returned, or that it is too large for a datagram."""
+        """Send what a handler returned, or that it is too large for datagrams."""
         reply = EMPTY_REPLY
         try:
             reply = returned if type(returned) is Reply else checked_reply(returned)
@@ -292,10 +296,10 @@ class CalleeSession(Session):
                 views = byte_views(reply.buffers)
                 content = (5, call_id, reply.payload, views)
                 size_bytes = sum(map(len, views))
-            if size_bytes <= MAX_FRAME_BYTES:
+            if size_bytes <= _MAX_ANSWER_BYTES:
                 frame = encode_head(method, content, self.transport.limits.max_head_bytes)
                 size_bytes = len(frame)
-            if size_bytes > MAX_FRAME_BYTES:
+            if size_bytes > _MAX_ANSWER_BYTES:
                 frame = self._too_large(call_id, method, size_bytes)
         except Exception as error:  # noqa: BLE001 - what cannot be sent is told to the caller
             release(reply)
@@ -308,7 +312,7 @@ class CalleeSession(Session):
     def _too_large(self, call_id: int, method: str, size_bytes: int) -> bytes:
         if self.transport.streams is None:
             raise LimitExceeded(
-                f"the answer of {method} takes {size_bytes:,} bytes, more than a datagram.",
+                f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
@@ -323,8 +327,13 @@ class CalleeSession(Session):
             log.error("%s, called by %s, failed", method, self.peer, exc_info=error)
 
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
-        if self.is_open and call_id >= self._oldest_open:  # else its caller has left, or has given it up
+        if not self.is_open or call_id < self._oldest_open:  # its caller has left, or has given it up
+            return
+        if len(frame) <= MAX_FRAME_BYTES:
             self.queue(frame)
+            return
+        for part in cut(call_id, frame):
+            self.queue(part)
 
 
 def _too_many() -> PeerBusy:

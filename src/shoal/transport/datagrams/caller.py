@@ -40,6 +40,7 @@ from shoal.transport.datagrams.sessions import (
 from shoal.transport.datagrams.wire import (
     BUSY,
     LEFT,
+    MAX_PARTS,
     REFUSED,
     VERSION,
     Answer,
@@ -47,10 +48,13 @@ from shoal.transport.datagrams.wire import (
     Challenge,
     Failure,
     Goodbye,
+    Part,
     Proof,
     SocketAddress,
     TooLarge,
+    UnreadablePacket,
     Working,
+    decode_answer,
     encode_request,
 )
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
@@ -73,7 +77,7 @@ _SILENCE = (
 
 
 class AskOverStream(Exception):
-    """The answer is too large for a datagram: ask again over a stream."""
+    """The answer is too large for datagrams: ask again over a stream."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
@@ -109,6 +113,9 @@ class PendingCall(msgspec.Struct, eq=False):
     is_working: bool = False
     quiet_until_s: float = 0.0
     """Not to be sent again before this: its handler is at it."""
+    digest: bytes = b""
+    parts: list[bytes | None] = []
+    """What has come of the answer with this digest, where it takes several packets."""
 
     @property
     def is_over(self) -> bool:
@@ -303,7 +310,7 @@ class CallerSession(Session):
             self._frames.insert(0, encode(Proof(self.token)))
         super()._send()
 
-    # --- what comes back: answers, failures, and signs of life ---
+    # --- what comes back: answers whole or in parts, failures, and signs of life ---
 
     def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Answers have come; where from does not matter, since they are genuine."""
@@ -314,14 +321,14 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is Answer or isinstance(frame, (Failure, Working, TooLarge)):
+            if type(frame) is Answer or isinstance(frame, (Failure, Part, Working, TooLarge)):
                 self._on_outcome(frame)
             elif type(frame) is Challenge:
                 self._on_challenge(frame)
             elif type(frame) is Goodbye:
                 self.close(frame.reason[:200], frame.code)
 
-    def _on_outcome(self, frame: Answer | Failure | Working | TooLarge) -> None:
+    def _on_outcome(self, frame: Answer | Failure | Part | Working | TooLarge) -> None:
         call = self.pending.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
@@ -334,6 +341,8 @@ class CallerSession(Session):
             self._settle(call, frame)
         elif isinstance(frame, Failure):
             self._settle(call, frame)
+        elif isinstance(frame, Part):
+            self._on_part(call, frame)
         elif isinstance(frame, Working):
             call.is_working = True
             call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
@@ -341,6 +350,21 @@ class CallerSession(Session):
         else:
             call.is_settled = True
             call.answer.set_exception(AskOverStream(frame.size_bytes))
+
+    def _on_part(self, call: PendingCall, frame: Part) -> None:
+        if not (2 <= frame.num_parts <= MAX_PARTS and 0 <= frame.index < frame.num_parts):
+            self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
+            return
+        if (call.digest, len(call.parts)) != (frame.digest, frame.num_parts):
+            call.digest, call.parts = frame.digest, [None] * frame.num_parts
+        call.parts[frame.index] = frame.data
+        arrived = [part for part in call.parts if part is not None]
+        if len(arrived) == frame.num_parts:
+            try:
+                self._settle(call, decode_answer(b"".join(arrived)))
+            except UnreadablePacket as error:
+                call.is_settled = True
+                call.answer.set_exception(self._unreadable(call, error))
 
     def _settle(self, call: PendingCall, outcome: Answer | Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""

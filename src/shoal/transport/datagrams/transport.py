@@ -94,9 +94,9 @@ _CLOSING_S = 1.0  # for what the system had no room for
 class DatagramTransport:
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
-    A call whose request or answer does not fit into a datagram goes over `streams` to the same address;
-    without streams it fails with LimitExceeded or PeerRefused. Calls are to be idempotent: a handler runs
-    again when its answer was lost on the way, or was too large.
+    A call whose request does not fit into a datagram, or whose answer not into a few, goes over `streams` to
+    the same address; without streams it fails with LimitExceeded or PeerRefused. Calls are to be idempotent:
+    a handler runs again when its answer was lost on the way, or was too large.
     """
 
     loop: asyncio.AbstractEventLoop

@@ -12,6 +12,7 @@ Envelope with a Hello, a Welcome or a Refusal in it.
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ SocketAddress = tuple[Any, ...]
 
 MAGIC = b"\xf0D"
 VERSION = 2
-"""1 sent answers in parts, and kept them; a peer of one version refuses the other with a message."""
+"""1 kept answers; a peer of one version refuses the other with a message."""
 PREFIX = MAGIC + bytes([VERSION])
 MAX_PACKET_BYTES = 1200
 """Passes every path of the internet unbroken, even inside a tunnel."""
@@ -43,6 +44,9 @@ HELLO_BYTES = 352
 COUNTER = struct.Struct("<Q")
 MAX_FRAME_BYTES = MAX_PACKET_BYTES - HEADER_BYTES - TAG_BYTES - 32
 """All frames of a packet together; the rest is for the array around them, `oldest` and a Proof."""
+PART_BYTES = MAX_FRAME_BYTES - 32
+MAX_PARTS = 8
+"""An answer that takes more datagrams than this is asked for again over a stream."""
 
 
 class Kind(enum.IntEnum):
@@ -148,6 +152,17 @@ class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
     next_step: str
 
 
+class Part(msgspec.Struct, array_like=True, tag=7, frozen=True):
+    """A piece of an Answer that is too large for one datagram; a request may be answered several times."""
+
+    id: int
+    digest: bytes
+    """The hash of the whole: parts of equal answers make up one, parts of different ones do not."""
+    index: int
+    num_parts: int
+    data: bytes
+
+
 class Working(msgspec.Struct, array_like=True, tag=8, frozen=True):
     """The request has come and is being served: no need to send it again soon."""
 
@@ -155,7 +170,7 @@ class Working(msgspec.Struct, array_like=True, tag=8, frozen=True):
 
 
 class TooLarge(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """The answer does not fit into a datagram: ask again over a stream."""
+    """The answer does not fit into a few datagrams: ask again over a stream."""
 
     id: int
     size_bytes: int
@@ -174,7 +189,7 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
     code: str = ""
 
 
-Frame = Request | Cancel | Proof | Answer | Failure | Working | TooLarge | Challenge | Goodbye
+Frame = Request | Cancel | Proof | Answer | Failure | Part | Working | TooLarge | Challenge | Goodbye
 
 
 class Frames(msgspec.Struct, array_like=True, frozen=True):
@@ -190,6 +205,7 @@ class UnreadablePacket(Exception):
 
 
 _frames_decoder = msgspec.msgpack.Decoder(Frames)
+_answer_decoder = msgspec.msgpack.Decoder(Answer)
 _MAX_TEXT_BYTES = 340
 _COUNTS = [bytes([0x90 | count]) for count in range(16)]
 _ID = struct.Struct(">Q")
@@ -225,6 +241,21 @@ def decode_frames(content: bytes) -> Frames:
         return _frames_decoder.decode(content)
     except UNREADABLE as error:
         raise UnreadablePacket(str(error)) from None
+
+
+def decode_answer(content: bytes) -> Answer:
+    """Read the Answer that parts were cut from."""
+    try:
+        return _answer_decoder.decode(content)
+    except UNREADABLE as error:
+        raise UnreadablePacket(str(error)) from None
+
+
+def cut(call_id: int, answer: bytes) -> list[bytes]:
+    """The Part frames of an encoded Answer."""
+    digest = hashlib.blake2b(answer, digest_size=8).digest()
+    pieces = [answer[start : start + PART_BYTES] for start in range(0, len(answer), PART_BYTES)]
+    return [encode((7, call_id, digest, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
 
 
 def version_answer(packet: bytes) -> bytes:
