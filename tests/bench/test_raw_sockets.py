@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from shoal.bench.children import child
 from shoal.bench.raw_sockets import RawClient, receive_exactly
+from shoal.bench.workers import child
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

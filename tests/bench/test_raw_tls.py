@@ -2,8 +2,8 @@ import contextlib
 
 import pytest
 
-from shoal.bench.children import child
 from shoal.bench.raw_tls import RawTlsClient
+from shoal.bench.workers import child
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

@@ -15,7 +15,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from shoal.bench.contest_worker import RealErrand, Told
-from shoal.bench.crew import Crew, CrewSettings, Helper, one_line
+from shoal.bench.workers import Crew, CrewSettings, Helper, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.simulate.course import course_of
 from shoal.simulate.job import Job, WorkerLog

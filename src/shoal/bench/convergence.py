@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 
 from shoal.bench.convergence_memory import num_at_once
-from shoal.bench.crew import one_line
 from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell
 from shoal.bench.metrics import Direction, Metrics, measured
-from shoal.bench.pool import run_tasks
+from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.report.histograms import BEHIND, METRIC
 from shoal.simulate.mixture_settings import MixtureSettings

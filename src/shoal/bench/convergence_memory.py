@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.frame import Tell
 from shoal.bench.machine import memory
-from shoal.bench.pool import run_tasks
+from shoal.bench.workers import run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.report.units import scale_for

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from shoal.bench.children import Child, child
 from shoal.bench.dht_config import DhtConfig
 from shoal.bench.dht_grounds import MemoryGround
 from shoal.bench.dht_hosting import Host
+from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError, Scope
 from shoal.core.identity import Identity, new_secret
 from shoal.transport import Conditions, Endpoint, Membership, MemoryNetwork, Profile, SwarmSecret

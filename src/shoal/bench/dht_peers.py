@@ -10,11 +10,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import serve
 from shoal.bench.dht_config import dht_settings
 from shoal.bench.dht_grounds import SocketGround
 from shoal.bench.dht_hosting import Host
+from shoal.bench.workers import Parent, end_with_parent, serve
 from shoal.core import LoopThread
 
 

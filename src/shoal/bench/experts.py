@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.children import Child, child
 from shoal.bench.experts_config import ExpertsConfig
 from shoal.bench.experts_fleet import ClientFleet
 from shoal.bench.experts_tally import Tally
 from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.workers import Child, child
 
 
 @dataclass

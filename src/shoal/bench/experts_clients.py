@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import Answers, serve
 from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
 from shoal.bench.experts_tally import Tally
+from shoal.bench.workers import Answers, Parent, end_with_parent, serve
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
 from shoal.experts.classes import expert_class
 from shoal.experts.client import ExpertClient

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import msgspec
 
-from shoal.bench.children import Child, child
 from shoal.bench.experts_config import ExpertsConfig
 from shoal.bench.experts_tally import Tally
+from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError
 
 _TICK_S = 0.1

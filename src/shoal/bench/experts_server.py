@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import serve
 from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
+from shoal.bench.workers import Parent, end_with_parent, serve
 from shoal.core import Address, LoopThread
 from shoal.experts.classes import expert_class, make_expert
 from shoal.experts.expert import Expert

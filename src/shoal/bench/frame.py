@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from shoal.bench.children import Parent, child, end_with_parent
 from shoal.bench.contenders import without_defaults
 from shoal.bench.environment import Watch, describe_code, describe_machine
+from shoal.bench.workers import Parent, child, end_with_parent
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import Curve, Report, Row
 

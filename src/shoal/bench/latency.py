@@ -117,7 +117,7 @@ class LatencyScenario:
                 yield _asked(fleet, ping_s, passes)
 
     def _simulated(self, tell: Tell) -> Iterator[Found]:
-        from shoal.bench.pool import run_tasks
+        from shoal.bench.workers import run_tasks
 
         config = self._config
         tasks = [

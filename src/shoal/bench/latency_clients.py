@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.bench.children import Parent
-from shoal.bench.crew import Answers
 from shoal.bench.experts_clients import be_clients
 from shoal.bench.latency_config import LatencyConfig, Passes
 from shoal.bench.latency_flow import Load, Pings, latencies, rates
+from shoal.bench.workers import Answers, Parent
 from shoal.core import Address, Deadline, LoopThread, Peer, ShoalError, fanout
 from shoal.core.identity import Identity
 from shoal.experts.classes import expert_class

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.children import Child, child
 from shoal.bench.experts_config import HOST, MAX_LOOPS, ExpertsConfig
 from shoal.bench.frame import Tell
 from shoal.bench.latency_config import LatencyConfig, Passes
+from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError
 from shoal.core.placement import num_cores
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.bench.children import Parent
+from shoal.bench.workers import Parent
 
 _Buffers = queue.SimpleQueue[memoryview | None]
 

@@ -10,8 +10,8 @@ import socket
 import ssl
 from typing import Any
 
-from shoal.bench.children import Parent
 from shoal.bench.raw_sockets import RawClient, echo_all
+from shoal.bench.workers import Parent
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.transport.trust.secret import SwarmSecret

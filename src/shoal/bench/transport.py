@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.bench.children import Parent, child
 from shoal.bench.echo_client import EchoClient
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.raw_sockets import RawClient
 from shoal.bench.raw_tls import RawTlsClient
 from shoal.bench.virtual import run_world
+from shoal.bench.workers import Parent, child
 from shoal.core import Address, LoopThread, Peer
 from shoal.core.identity import Identity, new_secret
 from shoal.report import Report
