@@ -4,7 +4,7 @@ from bench.sample_contests import FAST, config_of, race_of, record_of, report_of
 from shoal.bench.compare_rows import metrics_of
 from shoal.bench.compare_summary import headline, summarize_compare
 from shoal.bench.compare_tables import compare_items, conditions, latex_of
-from shoal.bench.metrics import measured
+from shoal.bench.frame import measured
 from shoal.report.tables import Table
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World

@@ -19,8 +19,7 @@ from shoal.bench.compare_reasons import DIVERGED_ALWAYS, clause, unfit
 from shoal.bench.compare_rows import CHOSEN, NOT_REACHED, Finish, final_of, metrics_of, tuning_of
 from shoal.bench.compare_settings import CompareConfig, read_config
 from shoal.bench.contest_real import RealContest
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, Tell
-from shoal.bench.metrics import measured
+from shoal.bench.frame import Measured, MeasuredCurve, Noted, Tell, measured
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores

@@ -9,8 +9,7 @@ import msgspec
 
 from shoal.bench.compare_reasons import ended_early, reasons_of
 from shoal.bench.compare_settings import CompareConfig
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey
-from shoal.bench.metrics import Metrics, measured
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, measured
 from shoal.simulate.record import CourseRecord, Moment
 from shoal.simulate.task_facts import TaskFacts, facts_of
 

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from shoal.bench.convergence_memory import num_at_once
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell
-from shoal.bench.metrics import Direction, Metrics, measured
+from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.report.histograms import BEHIND, METRIC

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from shoal.group.base import Group, GroupSettings
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
 _ENDING_S = 10.0
 _INTERRUPTED_S = 3.0
 _READ_BYTES = 1 << 16
@@ -675,7 +674,7 @@ def open_worker(
 
 
 def run_tasks(
-    function: str, tasks: Sequence[dict[str, Any]], *, num_processes: int, tell: Tell
+    function: str, tasks: Sequence[dict[str, Any]], *, num_processes: int, tell: Callable[[str], None]
 ) -> Iterator[Any | BenchmarkError]:
     """What `module:name` returns for each task, by JSON; a task that fails gives its BenchmarkError.
 
@@ -725,11 +724,11 @@ def run_tasks(
                 num_told += 1
 
 
-def _tell_after(label: str, tell: Tell, text: str) -> None:
+def _tell_after(label: str, tell: Callable[[str], None], text: str) -> None:
     tell(f"{label}{text}")
 
 
-def _heard(worker: Child, tell: Tell) -> dict[str, Any] | None:
+def _heard(worker: Child, tell: Callable[[str], None]) -> dict[str, Any] | None:
     """Pass on all that a worker has said about its progress; its answer, if that was among it."""
     while True:
         message = worker.expect()
