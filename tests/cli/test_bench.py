@@ -6,7 +6,7 @@ import pytest
 
 from shoal.bench import collectives, experts_config
 from shoal.bench.collectives import MIB, CollectivesConfig
-from shoal.bench.dht_config import DhtConfig, config_of
+from shoal.bench.dht import DhtConfig, config_of
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench_common as module
 from shoal.cli.program import run

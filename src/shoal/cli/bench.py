@@ -121,8 +121,7 @@ def dht(
     json_file: JsonFile = None,
 ) -> None:
     """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
-    from shoal.bench.dht_config import config_of
-    from shoal.bench.dht_summary import dht_items, summarize_dht
+    from shoal.bench.dht import config_of, dht_items, summarize_dht
     from shoal.bench.open_files import ensure_open_files
 
     config = config_of(mode, context.params, is_virtual=virtual)
