@@ -17,7 +17,7 @@ import torch
 
 from shoal.bench.children import Parent
 from shoal.bench.crew import Answers
-from shoal.bench.experts_clients import be_clients
+from shoal.bench.experts_workers import be_clients
 from shoal.bench.latency_config import LatencyConfig, Passes
 from shoal.bench.latency_flow import Load, Pings, latencies, rates
 from shoal.core import Address, Deadline, LoopThread, Peer, ShoalError, fanout

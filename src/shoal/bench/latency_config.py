@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.experts_config import check_batches, check_clients, default_device
+from shoal.bench.experts import check_batches, check_clients, default_device
 from shoal.bench.machine import gpus, memory, torch_build
 from shoal.bench.open_files import ensure_open_files
 from shoal.core import Address, UsageError

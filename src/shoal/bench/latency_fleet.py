@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from shoal.bench.children import Child, child
-from shoal.bench.experts_config import HOST, MAX_LOOPS, ExpertsConfig
+from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig
 from shoal.bench.frame import Tell
 from shoal.bench.latency_config import LatencyConfig, Passes
 from shoal.core import BenchmarkError
 from shoal.core.placement import num_cores
 
-_HOST_EXPERTS = "shoal.bench.experts_server:host"
+_HOST_EXPERTS = "shoal.bench.experts_workers:host"
 _ATTEND = "shoal.bench.latency_clients:attend"
 
 

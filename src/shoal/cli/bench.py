@@ -155,8 +155,7 @@ def experts(
     json_file: JsonFile = None,
 ) -> None:
     """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
-    from shoal.bench.experts_config import config_of, ensure_files, preset_named
-    from shoal.bench.experts_summary import experts_items, summarize_experts
+    from shoal.bench.experts import config_of, ensure_files, experts_items, preset_named, summarize_experts
 
     should_raise = increase_file_limit or preset_named(preset).should_raise_file_limit
     config = config_of(preset, context.params)
