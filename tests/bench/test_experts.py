@@ -10,7 +10,7 @@ from shoal.bench import experts
 from shoal.bench.experts import (
     PRESETS,
     ClientFleet,
-    Outcome,
+    ExpertsOutcome,
     Tally,
     config_of,
     default_device,
@@ -299,7 +299,7 @@ def outcome(**changes):
         "rss_bytes": [100 * MIB, 110 * MIB, 110 * MIB],
         "server": {"num_processes": 1},
     }
-    return Outcome(**{**values, **changes})
+    return ExpertsOutcome(**{**values, **changes})
 
 
 def report_of(*outcomes, preset="minimalistic", **given):

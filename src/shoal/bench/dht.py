@@ -247,7 +247,7 @@ class DhtScenario:
                 outcome = loop.run(self._live(tell))
         yield from outcome.rows(self._config, time.perf_counter() - began_s)
 
-    async def _live(self, tell: Tell) -> Outcome:
+    async def _live(self, tell: Tell) -> DhtOutcome:
         config = self._config
         fleet = ProcessFleet(config) if config.profile is None else VirtualFleet(config, self._seed)
         async with fleet:
@@ -329,7 +329,7 @@ class Phase:
 
 
 @dataclass
-class Outcome:
+class DhtOutcome:
     """Everything."""
 
     store: Phase = field(default_factory=lambda: Phase("store"))
@@ -388,9 +388,9 @@ _MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")
 _PATTERN = UidPattern("expert", (range(1000),) * 3)
 
 
-async def run_experts(swarm: Swarm, plan: ExpertsPlan) -> Outcome:
+async def run_experts(swarm: Swarm, plan: ExpertsPlan) -> DhtOutcome:
     """Declare and look up, batch after batch; only the peers' own work is timed."""
-    outcome = Outcome(create_s=await swarm.create())
+    outcome = DhtOutcome(create_s=await swarm.create())
     uids = _draw_uids(swarm, plan.num_experts)
     batches = [
         uids[start : start + plan.expert_batch_size] for start in range(0, len(uids), plan.expert_batch_size)
@@ -424,7 +424,7 @@ def _any_address(swarm: Swarm) -> str:
 async def _declare(
     swarm: Swarm,
     plan: ExpertsPlan,
-    outcome: Outcome,
+    outcome: DhtOutcome,
     declarer: int,
     batches: Sequence[tuple[list[str], str]],
 ) -> list[float]:
@@ -449,7 +449,7 @@ async def _declare(
 
 
 async def _look_up(
-    swarm: Swarm, outcome: Outcome, who: tuple[int, int], batches: Sequence[tuple[list[str], str]]
+    swarm: Swarm, outcome: DhtOutcome, who: tuple[int, int], batches: Sequence[tuple[list[str], str]]
 ) -> list[float]:
     """By which wall time each batch was read."""
     declarer, reader = who
@@ -487,9 +487,9 @@ class _Round:
     """What was taken, by subkey."""
 
 
-async def run_keys(swarm: Swarm, plan: KeysPlan) -> Outcome:
+async def run_keys(swarm: Swarm, plan: KeysPlan) -> DhtOutcome:
     """Create, store, kill, get; in rounds, or one after the other where the plan has a number of keys."""
-    outcome = Outcome(create_s=await swarm.create())
+    outcome = DhtOutcome(create_s=await swarm.create())
     numbers = sorted(swarm.peers)
     victims = swarm.random.sample(numbers, swarm.config.num_victims)
     doomed = frozenset(victims)
@@ -532,7 +532,7 @@ def _draw_round(swarm: Swarm, plan: KeysPlan, index: int, survivors: Sequence[in
 
 
 class _Keys:
-    def __init__(self, swarm: Swarm, plan: KeysPlan, outcome: Outcome, rounds: Sequence[_Round]) -> None:
+    def __init__(self, swarm: Swarm, plan: KeysPlan, outcome: DhtOutcome, rounds: Sequence[_Round]) -> None:
         self._swarm = swarm
         self._plan = plan
         self._store, self._get = outcome.store, outcome.get

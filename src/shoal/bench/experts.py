@@ -256,7 +256,7 @@ class Tally(msgspec.Struct):
 
 
 @dataclass
-class Outcome:
+class ExpertsOutcome:
     """What one run found out."""
 
     launch_s: float
@@ -348,11 +348,11 @@ class ExpertsScenario:
         with child("shoal.bench.experts_workers:host", arguments, name="The server") as server:
             ready = server.expect()
             launch_s = time.perf_counter() - began_s
-            outcome = Outcome(launch_s, ready["experts_s"], ready["networking_s"])
+            outcome = ExpertsOutcome(launch_s, ready["experts_s"], ready["networking_s"])
             self._measure(server, ready, outcome, tell)
         yield from outcome.rows(config, time.perf_counter() - began_s)
 
-    def _measure(self, server: Child, ready: Mapping[str, Any], outcome: Outcome, tell: Tell) -> None:
+    def _measure(self, server: Child, ready: Mapping[str, Any], outcome: ExpertsOutcome, tell: Tell) -> None:
         config = self._config
 
         def look() -> None:
@@ -376,7 +376,7 @@ class ExpertsScenario:
             outcome.local_samples_per_s.append(_asked(server, "local"))
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
-    def _echo(self, fleet: ClientFleet, outcome: Outcome, tell: Tell) -> None:
+    def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
         tell(f"bare echoes, {_counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))

@@ -188,7 +188,7 @@ def attend(arguments: dict[str, Any], parent: Parent) -> None:
     """Be clients until there are no more orders."""
 
     def answers(closing: contextlib.ExitStack) -> Answers:
-        group = _Group(msgspec.convert(arguments, Place), closing)
+        group = _Group(msgspec.convert(arguments, _Share), closing)
         return {"connect": group.connect, "echo": group.echo, "experts": group.use_experts}
 
     be_clients(parent, answers)
@@ -204,7 +204,7 @@ def be_clients(parent: Parent, answers: Callable[[contextlib.ExitStack], Answers
         parent.leave()
 
 
-class Place(msgspec.Struct, frozen=True):
+class _Share(msgspec.Struct, frozen=True):
     """Which clients a process is, and whom they ask."""
 
     config: ExpertsConfig
@@ -222,10 +222,10 @@ class Place(msgspec.Struct, frozen=True):
 class _Group:
     """All clients of one process; its public methods are the orders that they take."""
 
-    def __init__(self, place: Place, closing: contextlib.ExitStack) -> None:
+    def __init__(self, share: _Share, closing: contextlib.ExitStack) -> None:
         self._loop = closing.enter_context(LoopThread("shoal-net"))
-        self._clients = [_Client(number, place, self._loop, closing) for number in place.numbers]
-        self._threads = [closing.enter_context(LoopThread(f"client-{number}")) for number in place.numbers]
+        self._clients = [_Client(number, share, self._loop, closing) for number in share.numbers]
+        self._threads = [closing.enter_context(LoopThread(f"client-{number}")) for number in share.numbers]
 
     def connect(self) -> None:
         """Every client has its connection, and knows what experts take."""
@@ -251,19 +251,19 @@ class _Group:
 class _Client:
     """One of them."""
 
-    def __init__(self, number: int, place: Place, loop: LoopThread, closing: contextlib.ExitStack) -> None:
-        config = place.config
+    def __init__(self, number: int, share: _Share, loop: LoopThread, closing: contextlib.ExitStack) -> None:
+        config = share.config
         self._config = config
         self._number = number
-        self._peer = place.peer
-        self._random = random.Random(f"{place.seed} {number}")
-        torch.manual_seed(place.seed + number)
+        self._peer = share.peer
+        self._random = random.Random(f"{share.seed} {number}")
+        torch.manual_seed(share.seed + number)
         example = expert_class(config.expert_class).example(config.hidden_dim, config.batch_size)
         self._args, self._kwargs = example
         for tensor in self._inputs:
             tensor.requires_grad_(config.backward and tensor.is_floating_point())
         self._client = closing.enter_context(ExpertClient(loop=loop))
-        self._uids = place.uids
+        self._uids = share.uids
         self._experts: list[RemoteExpert] = []
 
     def connect(self) -> None:
