@@ -14,13 +14,12 @@ from shoal.cli.bench_common import (
     Quickly,
     ReportFile,
     Seed,
-    assignments,
-    listed,
     run_and_tell,
     run_settings,
 )
 from shoal.cli.bench_hosts import launched_size, where_of, with_hosts, workers_of
 from shoal.cli.bench_trained import Device, NumServers, WorkersPerMachine, servers_of, workers_device
+from shoal.cli.flags import assignments, listed
 from shoal.core import UsageError
 
 Task = Literal["digits", "mnist"]

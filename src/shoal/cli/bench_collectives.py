@@ -17,12 +17,11 @@ from shoal.cli.bench_common import (
     Quickly,
     ReportFile,
     Seed,
-    listed,
-    numbers,
     run_and_tell,
     run_settings,
 )
 from shoal.cli.bench_trained import device_of
+from shoal.cli.flags import listed, numbers
 from shoal.core import UsageError
 
 if TYPE_CHECKING:

@@ -52,30 +52,6 @@ OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or mo
 Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
 
 
-def listed(text: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers between commas."""
-    try:
-        return [int(part) for part in listed(text)]
-    except ValueError:
-        raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
-
-
-def assignments(texts: list[str] | None) -> dict[str, str]:
-    """`name=value` each; hyphens in names are underscores."""
-    given = {}
-    for text in texts or ():
-        name, is_there, value = text.partition("=")
-        if not is_there or not name:
-            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
-        given[name.strip().replace("-", "_")] = value
-    return given
-
-
 def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
     """With the command line as it was typed, for the report."""
     return RunSettings(starts, seed, ("shoal", *(context.obj or ())))

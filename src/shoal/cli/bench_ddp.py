@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.bench_common import (
-    Against,
-    OneStart,
-    Outputs,
-    ReportFile,
-    Seed,
-    assignments,
-    listed,
-    run_and_tell,
-    run_settings,
-)
+from shoal.cli.bench_common import Against, OneStart, Outputs, ReportFile, Seed, run_and_tell, run_settings
 from shoal.cli.bench_hosts import is_on_hosts, where_of, with_hosts, workers_of
 from shoal.cli.bench_trained import (
     Device,
@@ -29,6 +19,7 @@ from shoal.cli.bench_trained import (
     tell_sharing,
     tell_slow_images,
 )
+from shoal.cli.flags import assignments, listed
 from shoal.core import UsageError
 
 if TYPE_CHECKING:

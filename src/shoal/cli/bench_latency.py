@@ -15,10 +15,10 @@ from shoal.cli.bench_common import (
     Outputs,
     ReportFile,
     Seed,
-    listed,
     run_and_tell,
     run_settings,
 )
+from shoal.cli.flags import listed
 from shoal.cli.members import SecretFile
 from shoal.core import UsageError
 from shoal.report.tables import emit

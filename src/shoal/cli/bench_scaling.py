@@ -17,14 +17,12 @@ from shoal.cli.bench_common import (
     Quickly,
     ReportFile,
     Seed,
-    assignments,
-    listed,
-    numbers,
     run_and_tell,
     run_settings,
 )
 from shoal.cli.bench_hosts import launched_size, mates_of, where_of, with_hosts, workers_of
 from shoal.cli.bench_trained import Device, NoCuda, StrategyOption, tell_slow_images, workers_device
+from shoal.cli.flags import assignments, listed, numbers
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.report import DEFAULT_FOLDER

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.bench_common import listed
 from shoal.cli.bench_hosts import is_on_hosts, launched_size
+from shoal.cli.flags import listed
 from shoal.core import UsageError
 from shoal.core.placement import Placement
 from shoal.report.tables import emit

@@ -21,8 +21,6 @@ from shoal.cli.bench_common import (
     Quickly,
     ReportFile,
     Seed,
-    assignments,
-    listed,
     run_and_tell,
     run_settings,
 )
@@ -38,6 +36,7 @@ from shoal.cli.bench_trained import (
     tell_slow_images,
     workers_device,
 )
+from shoal.cli.flags import assignments, listed
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, default_path
 from shoal.report.tables import emit, result_line

@@ -9,17 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from shoal.cli.bench_common import (
-    JsonFile,
-    Outputs,
-    Quickly,
-    ReportFile,
-    assignments,
-    listed,
-    run_and_tell,
-    run_settings,
-)
+from shoal.cli.bench_common import JsonFile, Outputs, Quickly, ReportFile, run_and_tell, run_settings
 from shoal.cli.bench_trained import NumServers, servers_of
+from shoal.cli.flags import assignments, listed
 from shoal.core import UsageError
 from shoal.report import Report
 from shoal.report.storage import write_atomically
