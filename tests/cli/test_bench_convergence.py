@@ -3,7 +3,7 @@ import json
 import pytest
 
 from shoal import data
-from shoal.bench import convergence_memory
+from shoal.bench import convergence
 from shoal.bench.machine import Memory
 from shoal.cli import bench_convergence as module
 from shoal.cli.program import run
@@ -22,7 +22,7 @@ def call(monkeypatch, capsys):
     monkeypatch.setattr(module, "device_of", lambda device: "cpu" if device == "auto" else device)
 
     def call(*arguments, free_bytes=PLENTY):
-        monkeypatch.setattr(convergence_memory, "memory", lambda: Memory(free_bytes, free_bytes))
+        monkeypatch.setattr(convergence, "memory", lambda: Memory(free_bytes, free_bytes))
         code = run(["bench", "convergence", *map(str, arguments)])
         return code, capsys.readouterr().err, *(asked[-1] if asked else (None, None))
 

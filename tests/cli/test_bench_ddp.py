@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from shoal.bench import experts_config, machine
+from shoal.bench import experts, machine
 from shoal.bench.ddp import DdpConfig
 from shoal.cli import bench_common
 from shoal.cli.program import run
@@ -48,7 +48,7 @@ def configured(monkeypatch, tmp_path):
 @pytest.fixture
 def four_gpus(monkeypatch):
     found = machine.Gpus((machine.Gpu("NVIDIA H200"),) * 4)
-    for module in (machine, experts_config):
+    for module in (machine, experts):
         monkeypatch.setattr(module, "torch_build", lambda: "CUDA 12.4")
         monkeypatch.setattr(module, "gpus", lambda answer_s: found)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.experts_config import PRESETS
+from shoal.bench.experts import PRESETS
 from shoal.dht import connect
 from shoal.experts import HostingConfig, MixtureSettings, expert_class, hosted, make_expert
 from shoal.experts.classes import EXPERT_CLASSES, ExpertClass

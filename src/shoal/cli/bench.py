@@ -121,8 +121,7 @@ def dht(
     json_file: JsonFile = None,
 ) -> None:
     """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
-    from shoal.bench.dht_config import config_of
-    from shoal.bench.dht_summary import dht_items, summarize_dht
+    from shoal.bench.dht import config_of, dht_items, summarize_dht
     from shoal.bench.open_files import ensure_open_files
 
     config = config_of(mode, context.params, is_virtual=virtual)
@@ -156,8 +155,7 @@ def experts(
     json_file: JsonFile = None,
 ) -> None:
     """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
-    from shoal.bench.experts_config import config_of, ensure_files, preset_named
-    from shoal.bench.experts_summary import experts_items, summarize_experts
+    from shoal.bench.experts import config_of, ensure_files, experts_items, preset_named, summarize_experts
 
     should_raise = increase_file_limit or preset_named(preset).should_raise_file_limit
     config = config_of(preset, context.params)

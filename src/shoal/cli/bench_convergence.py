@@ -120,9 +120,14 @@ def convergence(
     Trainers share one model. Each computes a gradient, waits for the network, and updates what others have
     changed meanwhile. Nobody sleeps: the delays pass in virtual time, and two runs with one seed are equal.
     """
-    from shoal.bench.convergence import ConvergenceConfig
-    from shoal.bench.convergence_memory import check_memory, free_bytes, memory_text
-    from shoal.bench.convergence_summary import convergence_items, summarize_convergence
+    from shoal.bench.convergence import (
+        ConvergenceConfig,
+        check_memory,
+        convergence_items,
+        free_bytes,
+        memory_text,
+        summarize_convergence,
+    )
     from shoal.data import mnist
 
     if model == "large-ffn":

@@ -104,8 +104,7 @@ def latency(
     waits after every layer, ping × Exp(1); 'ours' are expert servers, which many clients ask at once, each
     waiting as long after every layer. After Learning@home's throughput scripts; forward only, as they are.
     """
-    from shoal.bench.latency_config import check_machine, config_of, parsed_methods
-    from shoal.bench.latency_summary import latency_items, summarize_latency
+    from shoal.bench.latency import check_machine, config_of, latency_items, parsed_methods, summarize_latency
 
     given_gpus, given_hosts = _listed_values(gpus, hosts, more)
     config = config_of(

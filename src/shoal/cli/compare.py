@@ -141,18 +141,17 @@ def compare(
     initial weights, the division of the data, the batches and the number of steps are the same for all, and
     each has the same budget to choose its learning rate.
     """
-    from shoal.bench.compare_checks import check_contest
-    from shoal.bench.compare_settings import (
+    from shoal.bench.compare import (
         WORKERS_PER_MACHINE,
         CompareConfig,
+        check_contest,
         compared,
         compute_of,
         notes_of,
         stragglers_of,
         without_servers,
     )
-    from shoal.bench.compare_summary import summarize_compare
-    from shoal.bench.compare_tables import compare_items, latex_of
+    from shoal.bench.compare_tables import compare_items, latex_of, summarize_compare
     from shoal.simulate.task_facts import facts_of
     from shoal.simulate.world import Compute, World
     from shoal.strategies.registry import find
