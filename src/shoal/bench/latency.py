@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients, default_device
+from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.machine import gpus, memory, torch_build
+from shoal.bench.machine import default_device, gpus, memory, torch_build
 from shoal.bench.open_files import ensure_open_files
 from shoal.bench.workers import Child, child
 from shoal.core import Address, BenchmarkError, UsageError

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import NONE, needs_servers, sends_by_itself
-from shoal.bench.document_figures import iteration_text, workers_text
+from shoal.bench.contenders import NONE, iteration_text, needs_servers, sends_by_itself, workers_text
 from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured
 from shoal.bench.workers import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError

@@ -6,8 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from shoal.bench.contenders import NONE
-from shoal.bench.document_figures import Spread, iteration_text, workers_text
+from shoal.bench.contenders import NONE, Spread, iteration_text, workers_text
 from shoal.bench.scaling import EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table

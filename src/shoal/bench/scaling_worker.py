@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.bench.contenders import NONE
+from shoal.bench.contenders import NONE, Recipe, Trainee, make_contender
 from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_options import options_for
-from shoal.bench.trainee import Recipe, Trainee, make_contender
 from shoal.bench.workers import Answers, Place
 from shoal.core import UsageError
 from shoal.core.placement import num_cores

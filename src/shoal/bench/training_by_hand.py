@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal.bench.contenders import Trainee
 from shoal.bench.frame import Receive, RowKey, Version
-from shoal.bench.trainee import Trainee
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import STRATEGY, Role
 from shoal.bench.training_rows import ITERATION, OWN_SPEED, row

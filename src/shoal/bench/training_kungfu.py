@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.contenders import NONE
-from shoal.bench.document_figures import Spread
+from shoal.bench.contenders import NONE, Spread
 from shoal.bench.training_rows import OWN_SPEED
 from shoal.core import UsageError
 from shoal.report import Report

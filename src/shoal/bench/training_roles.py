@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.document_figures import Spread
+from shoal.bench.contenders import Spread
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_rows import OWN_SPEED
 from shoal.core import Address, UsageError

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.bench.blocks import median_interval, slowest_by_times, slowest_by_waits
-from shoal.bench.contenders import NONE, is_free_running
-from shoal.bench.document_figures import Spread
+from shoal.bench.contenders import NONE, Spread, is_free_running
 from shoal.bench.training_rows import (
     FRACTION,
     ITERATION,

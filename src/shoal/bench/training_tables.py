@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from shoal.bench.contenders import is_free_running
-from shoal.bench.document_figures import Spread, workers_text
+from shoal.bench.contenders import Spread, is_free_running, workers_text
 from shoal.bench.training_kungfu import becomes_text, figure_lines
 from shoal.bench.training_rows import FRACTION, ITERATION, OWN_FRACTION, OWN_SPEED, SPEED
 from shoal.bench.training_summary import (

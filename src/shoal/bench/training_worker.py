@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.bench.contenders import NONE, needs_servers
-from shoal.bench.trainee import Laps, Recipe, Trainee, make_contender
+from shoal.bench.contenders import NONE, Laps, Recipe, Trainee, make_contender, needs_servers
 from shoal.bench.training import ServerRole, TrainingConfig
 from shoal.bench.workers import Answers, Parent, Place
 from shoal.group.base import Group

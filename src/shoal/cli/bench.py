@@ -11,10 +11,17 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from shoal.bench.collectives import (
+    CollectivesFlags,
+    collectives_config,
+    collectives_items,
+    summarize_collectives,
+)
+from shoal.bench.frame import RunFlags
+from shoal.bench.ranks import HostFlags
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
 from shoal.cli.bench_accuracy import accuracy
-from shoal.cli.bench_collectives import collectives
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
@@ -34,6 +41,7 @@ from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
 from shoal.cli.bench_training import training
+from shoal.cli.flags import with_flags
 from shoal.report.tables import emit
 
 app = typer.Typer(
@@ -166,7 +174,20 @@ def experts(
     run_and_tell("experts", config, settings, summarize_experts, outputs, against)
 
 
-app.command()(collectives)
+@app.command()
+@with_flags()
+def collectives(context: typer.Context, flags: CollectivesFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Operations of a group in memory that workers share, or between machines, beside gloo's."""
+    config = collectives_config(flags, hosts, is_short=run.short)
+    where = None
+    if hosts.are_named:
+        ((num_machines, num_workers),) = config.machines
+        where = hosts.starter(num_machines * num_workers)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, collectives_items)
+    run_and_tell("collectives", config, settings, summarize_collectives, outputs, run.against, where)
+
+
 app.command()(training)
 app.command()(ddp)
 app.command()(scaling)
