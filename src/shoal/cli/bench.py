@@ -5,12 +5,14 @@ Commands with many flags have files of their own; what they do is the room `benc
 
 from __future__ import annotations
 
+import datetime
 import sys
 from typing import Annotated, Literal
 
 import msgspec
 import typer
 
+from shoal.bench import training_by_hand
 from shoal.bench.collectives import (
     CollectivesFlags,
     collectives_config,
@@ -19,6 +21,9 @@ from shoal.bench.collectives import (
 )
 from shoal.bench.frame import RunFlags
 from shoal.bench.ranks import HostFlags
+from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
+from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
+from shoal.bench.training_tables import summarize_training, training_items
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
 from shoal.cli.bench_accuracy import accuracy
@@ -40,8 +45,9 @@ from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
-from shoal.cli.bench_training import training
-from shoal.cli.flags import with_flags
+from shoal.cli.flags import typed_flags, with_flags
+from shoal.cli.output import text_stream
+from shoal.report import DEFAULT_FOLDER, default_path
 from shoal.report.tables import emit
 
 app = typer.Typer(
@@ -188,7 +194,45 @@ def collectives(context: typer.Context, flags: CollectivesFlags, hosts: HostFlag
     run_and_tell("collectives", config, settings, summarize_collectives, outputs, run.against, where)
 
 
-app.command()(training)
+@app.command()
+@with_flags()
+def training(context: typer.Context, flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Training under each strategy, beside workers that share nothing: what sharing costs.
+
+    With --job-name this process is one parameter server or worker of those that are started by hand.
+    """
+    role = role_of(flags.ps_hosts, flags.worker_hosts, flags.job_name, flags.task_index)
+    if role is not None:
+        role = msgspec.structs.replace(role, network_interface=hosts.network_interface)
+        _take_role(context, role, by_hand_config(role, flags, hosts, run, typed_flags(context)), run)
+        return
+    config = training_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, training_items)
+    where = hosts.starter(config.num_workers)
+    run_and_tell("training", config, settings, summarize_training, outputs, run.against, where)
+
+
+def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: RunFlags) -> None:
+    """Be a parameter server until all workers have left, or a worker with a report of its own."""
+    out = text_stream(run.json_file)
+
+    def say_there(text: str) -> None:
+        emit(text, out)
+        out.flush()
+
+    if role.is_server:
+        training_by_hand.serve_by_hand(role, config, say_there)
+        return
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # workers that share a folder end at the same time: each has a name of its own
+    report = run.report or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
+    outputs = Outputs(report, run.json_file, worker_items)
+    settings = run_settings(context, 1, run.seed)
+    where = training_by_hand.WorkerByHand(role, say_there)
+    run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
+
+
 app.command()(ddp)
 app.command()(scaling)
 app.command()(accuracy)
