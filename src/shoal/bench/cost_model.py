@@ -1,19 +1,26 @@
 """How long an iteration takes under each way of sharing: a model of compute, links, messages and overlap.
 
-Nothing is measured here, and nothing is fitted: `calibration` finds the numbers that a model cannot know,
-`published` and `predict` say where they come from. `docs/scaling.md` has the formulas in words.
+Nothing is measured here: `fit` finds the numbers that a model cannot know, `published` and `predict` say
+where they come from. `docs/scaling.md` has the formulas in words.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from shoal.core import UsageError
+from shoal.core import Address, UsageError
 from shoal.topology import make_topology
+from shoal.transport import Conditions, Profile
+from shoal.transport.network.distributions import sampler_of
 
 FORWARD_SHARE = 1 / 3
 """Of the time of forward and backward: backward computes two products where forward computes one."""
@@ -246,3 +253,108 @@ def _messages_s(turn: Turn, work: Work, network: Network) -> float:
     }
     outside_s = network.between.seconds(one_after_another[network.line_of] * work.size_bytes)
     return max(inside_s, outside_s)
+
+
+# --- links of a profile ---
+
+_NUM_QUANTILES = 200
+
+
+def shaped_network(
+    profile: Profile | str | Path,
+    inside: Link,
+    between: Literal["workers", "machines"],
+    num_workers: int,
+    workers_per_machine: int,
+) -> Network:
+    """As so many workers see it; `inside` is what the profile leaves alone."""
+    if not isinstance(profile, Profile):
+        profile = Profile.load(profile)
+    if between == "workers":
+        peers = [Address("rank", rank) for rank in range(num_workers)]
+    else:
+        num_machines = -(-num_workers // workers_per_machine)
+        peers = [Address("machine", machine) for machine in range(num_machines)]
+    link = slowest_link(profile, peers)
+    return Network(
+        inside=link if between == "workers" else inside,
+        between=link,
+        workers_per_machine=workers_per_machine,
+        line_of=_line_of(profile, peers, link, between),
+    )
+
+
+def slowest_link(profile: Profile, peers: list[Address]) -> Link:
+    """The longest mean delay and the narrowest bandwidth between any two of these; free for one alone."""
+    conditions = Conditions(profile)
+    pairs = list(itertools.permutations(peers, 2))
+    return Link(
+        max((mean_delay_s(profile, *pair) for pair in pairs), default=0.0),
+        min((conditions.link(*pair).bytes_per_s for pair in pairs), default=float("inf")),
+    )
+
+
+def mean_delay_s(profile: Profile, source: Address, target: Address) -> float:
+    """One way."""
+    sample_s = sampler_of(profile.way_between(source, target).delay_ms or 0.0)
+    return sum(sample_s((number + 0.5) / _NUM_QUANTILES) for number in range(_NUM_QUANTILES)) / _NUM_QUANTILES
+
+
+def _line_of(
+    profile: Profile, peers: list[Address], link: Link, between: Literal["workers", "machines"]
+) -> Line:
+    lines = [profile.line_of(peer) for peer in peers]
+    limits = [mbit_s for line in lines for mbit_s in (line.up_mbit_s, line.down_mbit_s) if mbit_s]
+    if limits and min(limits) * 1e6 / 8 <= link.bytes_per_s * (1 + 1e-9):
+        return "worker"
+    return "worker-pair" if between == "workers" else "machine-pair"
+
+
+# --- least squares ---
+
+Vector = npt.NDArray[np.float64]
+Model = Callable[[Sequence[float]], Sequence[float]]
+"""From parameters to predictions."""
+
+_ROUNDS = 60
+_NUDGE = 1e-4
+_LEAST = 1e-12
+
+
+def fit(model: Model, measured: Sequence[float], beginnings: Sequence[Sequence[float]]) -> list[float]:
+    """The parameters, at least zero, whose predictions are nearest to what was measured, in proportion.
+
+    Gauss and Newton's way from each beginning, all of whose entries are above zero; the best end counts.
+    """
+    target = np.asarray(measured, dtype=float)
+
+    def misses(parameters: Vector) -> Vector:
+        predicted: Vector = np.asarray(model(parameters.tolist()), dtype=float)
+        off: Vector = predicted / target - 1
+        return off
+
+    ends = [_descend(misses, np.asarray(beginning, dtype=float)) for beginning in beginnings]
+    best: list[float] = min(ends, key=lambda end: float(np.sum(misses(end) ** 2))).tolist()
+    return best
+
+
+def _descend(misses: Callable[[Vector], Vector], at: Vector) -> Vector:
+    scale = at.copy()
+    damping = 1e-3
+    now = misses(at)
+    for _ in range(_ROUNDS):
+        slopes = np.stack(
+            [(misses(at + step) - now) / _NUDGE for step in np.diag(scale * _NUDGE)], axis=1
+        )  # for each parameter, in units of its beginning
+        square = slopes.T @ slopes
+        move = np.linalg.solve(square + damping * np.eye(len(at)), -slopes.T @ now)
+        there = np.maximum(at + move * scale, 0.0)
+        then = misses(there)
+        if float(then @ then) < float(now @ now):
+            is_done = float(now @ now) - float(then @ then) < _LEAST * _LEAST
+            at, now, damping = there, then, damping / 4
+            if is_done:
+                break
+        else:
+            damping *= 8
+    return at

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.calibration import fit
-from shoal.bench.cost_model import FORWARD_SHARE, Link, Method, Network, Terms, Work, iteration_s
+from shoal.bench.cost_model import FORWARD_SHARE, Link, Method, Network, Terms, Work, fit, iteration_s
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
