@@ -4,9 +4,8 @@ import os
 import signal
 import time
 
-from shoal.bench.children import end_with_parent
-from shoal.bench.crew import CrewSettings
 from shoal.bench.frame import Measured
+from shoal.bench.workers import CrewSettings, end_with_parent
 
 
 class Steady:

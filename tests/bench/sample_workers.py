@@ -5,7 +5,7 @@ import select
 import signal
 import time
 
-from shoal.bench.crew import Crew, CrewSettings
+from shoal.bench.workers import Crew, CrewSettings
 
 
 def work(place, arguments, stack):

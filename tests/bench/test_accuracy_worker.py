@@ -5,8 +5,7 @@ import torch
 from shoal.bench.accuracy import NUM_TESTS, AccuracyConfig, Run
 from shoal.bench.accuracy_contenders import Contender
 from shoal.bench.accuracy_worker import School, beginner, examples_of, parts_of
-from shoal.bench.crew import Place
-from shoal.bench.seat import HostSeat
+from shoal.bench.workers import Place
 
 ALONE = Contender("all-reduce", "all-reduce")
 CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "dirichlet:0.1"), steps=40)
@@ -14,7 +13,7 @@ CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "diri
 
 @pytest.fixture
 def school(tmp_path):
-    return School(HostSeat(Place(0, 1, "key", str(tmp_path))), CONFIG)
+    return School(Place(0, 1, "key", str(tmp_path)), CONFIG)
 
 
 def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):

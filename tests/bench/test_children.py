@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shoal.bench.children import child, describe_exit
+from shoal.bench.workers import child, describe_exit
 from shoal.core import BenchmarkError
 
 SAMPLES = "bench.sample_scenarios"
@@ -59,7 +59,7 @@ def test_a_child_ends_when_its_block_is_left_by_an_error():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is noticed when they next talk")
 def test_a_child_that_does_not_listen_ends_when_its_parent_is_killed():
     parent = f"""
-from shoal.bench.children import child
+from shoal.bench.workers import child
 with child("{SAMPLES}:busy", {{}}) as process:
     print(process.expect()["pid"], flush=True)
     process.receive()

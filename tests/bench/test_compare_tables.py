@@ -13,7 +13,7 @@ from shoal.bench.compare_tables import (
     ranking,
     summarize_compare,
 )
-from shoal.bench.metrics import measured
+from shoal.bench.frame import measured
 from shoal.report.tables import Table
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World

@@ -3,8 +3,7 @@ import select
 
 import pytest
 
-from shoal.bench.children import child
-from shoal.bench.crew import Crew, CrewSettings, Helper
+from shoal.bench.workers import Crew, CrewSettings, Helper, child
 from shoal.core import BenchmarkError
 
 

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 from torch import distributed
 
-from shoal.bench.crew import Place
 from shoal.bench.ddp import DdpConfig, DdpScenario, Stage, bucket_size_of, numbered, options_of, skew, sweep
 from shoal.bench.ddp_summary import ddp_items, encode_ddp
 from shoal.bench.ddp_worker import Bench, iteration_s
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.seat import HostSeat
+from shoal.bench.workers import Place
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import compare, load, save
 from shoal.report.pytorch import diff_lines
@@ -173,7 +172,7 @@ def alone(tmp_path):
 
     def alone(**changed):
         place = Place(0, 1, "test-ddp", str(tmp_path))
-        return Bench(HostSeat(place), place, msgspec.structs.replace(TINY, num_workers=1, **changed))
+        return Bench(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
 
     return alone
 
@@ -217,7 +216,7 @@ def test_gradients_do_not_add_up(alone):
 
 def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkeypatch):
     asked = []
-    monkeypatch.setattr(HostSeat, "open_group", lambda seat, name, **named: asked.append(named["backend"]))
+    monkeypatch.setattr(Place, "open_group", lambda place, name, **named: asked.append(named["backend"]))
     for changed in (
         {},
         {"strategy": "all-reduce", "distributed_backend": "shoal"},

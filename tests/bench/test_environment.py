@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from shoal.bench import environment
-from shoal.bench.environment import Watch, describe_code, describe_machine, device_name
+from shoal.bench import machine as module
+from shoal.bench.machine import Watch, describe_code, describe_machine, device_name
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def test_the_machine_is_described_without_torch():
 
 
 def test_what_is_not_installed_is_said(monkeypatch):
-    monkeypatch.setattr(environment, "installed_version", {"torch": "2.9"}.get)
+    monkeypatch.setattr(module, "installed_version", {"torch": "2.9"}.get)
     versions = describe_machine()["versions"]
     assert (versions["torch"], versions["uvloop"]) == ("2.9", "not installed")
 
 
 @pytest.mark.parametrize(("build", "version"), [("CUDA 12.4", "12.4"), ("CPU", None), ("ROCm 6.1", None)])
 def test_the_version_of_cuda_is_that_of_torchs_build(monkeypatch, build, version):
-    monkeypatch.setattr(environment, "torch_build", lambda: build)
+    monkeypatch.setattr(module, "torch_build", lambda: build)
     assert describe_machine()["versions"].get("cuda") == version
 
 
@@ -50,7 +50,7 @@ def test_the_version_of_cuda_is_that_of_torchs_build(monkeypatch, build, version
 )
 def test_the_device_is_what_the_driver_says(program, monkeypatch, script, name):
     if "sleep" in script:
-        monkeypatch.setattr(environment, "_ANSWER_S", 0.2)
+        monkeypatch.setattr(module, "_REPORT_ANSWER_S", 0.2)
     program(script)
     assert device_name() == name
 

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.pool import run_tasks
+from shoal.bench.workers import run_tasks
 from shoal.core import BenchmarkError, UsageError
 
 HERE = "bench.test_pool:double"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launch.machines import two_machines
-from shoal.bench.crew import CrewSettings
 from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
+from shoal.bench.workers import CrewSettings
 from shoal.core import BenchmarkError, PeerLost
 from shoal.group import Done, SoloGroup
 from shoal.launch.output import MAX_LINE_BYTES, LineSplitter

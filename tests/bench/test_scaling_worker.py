@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from shoal.bench.contenders import NONE
-from shoal.bench.crew import Place
 from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_worker import Bench
-from shoal.bench.seat import seat_of
+from shoal.bench.workers import Place
 
 CONFIG = ScalingConfig(
     model="small-cnn",
@@ -30,7 +29,7 @@ def point(strategy, batch_size=4):
 def bench(tmp_path):
     """A worker that is alone, in this very process."""
     with contextlib.ExitStack() as stack:
-        yield Bench(seat_of(Place(0, 1, "alone", str(tmp_path))), CONFIG, stack)
+        yield Bench(Place(0, 1, "alone", str(tmp_path)), CONFIG, stack)
 
 
 def count_steps(bench, strategy):

@@ -3,9 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.bench.crew import Place
-from shoal.bench.seat import CPU, HostSeat
-from shoal.bench.trainee import Laps, Recipe
+from shoal.bench.trainee import CPU, Laps, Recipe
+from shoal.bench.workers import Place
 from shoal.core import UsageError
 from shoal.models import model_named
 
@@ -105,13 +104,13 @@ def test_workers_take_the_gpus_of_their_machine_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    seats = [HostSeat(Place(rank, 5, "key", str(tmp_path))) for rank in range(5)]
-    assert [seat.device("cuda").index for seat in seats] == [0, 1, 0, 1, 0]
+    places = [Place(rank, 5, "key", str(tmp_path)) for rank in range(5)]
+    assert [place.device("cuda").index for place in places] == [0, 1, 0, 1, 0]
     assert [device.index for device in taken] == [0, 1, 0, 1, 0]
-    assert seats[1].device("cpu") == CPU
+    assert places[1].device("cpu") == CPU
 
 
 def test_a_worker_without_a_gpu_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="torch finds none"):
-        HostSeat(Place(1, 2, "key", str(tmp_path))).device("cuda")
+        Place(1, 2, "key", str(tmp_path)).device("cuda")

@@ -6,9 +6,9 @@ import socket
 import msgspec
 import pytest
 
-from shoal.bench.children import child
 from shoal.bench.frame import make_scenario
 from shoal.bench.transport import SHORT, RawClient, RawTlsClient, receive_exactly, summarize_transport
+from shoal.bench.workers import child
 from shoal.report import Report, Row
 
 TINY = msgspec.structs.replace(

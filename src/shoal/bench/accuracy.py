@@ -18,9 +18,8 @@ import msgspec
 
 from shoal.bench.accuracy_contenders import Contender
 from shoal.bench.contenders import needs_servers, sends_by_itself
-from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.metrics import Direction, Metrics, measured
+from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, RowKey, Tell, measured
+from shoal.bench.workers import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.data.splits import IID, check_split
 

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
-from shoal.bench.children import Parent
-from shoal.bench.crew import Answers, Place
-from shoal.bench.seat import CPU, Seat, seat_of
-from shoal.bench.trainee import Batch, Trainee, make_contender
+from shoal.bench.trainee import CPU, Batch, Trainee, make_contender
+from shoal.bench.workers import Answers, Parent, Place
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix
 from shoal.data.splits import divide
@@ -30,21 +28,20 @@ _WARM_STEPS = 5
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Train what is ordered."""
-    seat = seat_of(place)
-    seat.take()
-    school = School(seat, msgspec.convert(arguments, AccuracyConfig))
+    place.set_up_process()
+    school = School(place, msgspec.convert(arguments, AccuracyConfig))
     stack.push(school.close)
     return {"ready": school.warm_up, "begin": school.begin, "train": school.train, "finish": school.finish}
 
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one run until the workers are done with it."""
-    seat = seat_of(msgspec.convert(arguments["place"], Place))
-    seat.take()
+    place = msgspec.convert(arguments["place"], Place)
+    place.set_up_process()
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config, contender = role.config, role.run.contender
-    with seat.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
-        model, optimizer = beginner(config, seat.device(config.device))
+    with place.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
+        model, optimizer = beginner(config, place.device(config.device))
         strategy = make_contender(group, contender.strategy, contender.options)
         with contextlib.suppress(SystemExit):
             strategy.attach(model, optimizer)
@@ -60,11 +57,11 @@ def pupil_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
 class School:
     """What one worker has of the data, and the pupil under way, with what it is attached to."""
 
-    def __init__(self, seat: Seat, config: AccuracyConfig) -> None:
-        self._seat = seat
+    def __init__(self, place: Place, config: AccuracyConfig) -> None:
+        self._place = place
         self._config = config
-        device = seat.device(config.device)
-        parts = parts_of(config, seat.rank)
+        device = place.device(config.device)
+        parts = parts_of(config, place.rank)
         self._parts = {split: _moved(part, device) for split, part in parts.items()}
         self._test = _moved(examples_of(config, train=False), device)
         self._probe, _ = beginner(config, device)
@@ -73,7 +70,7 @@ class School:
 
     def warm_up(self) -> None:
         """What a process does for the first time takes longer."""
-        pupil = pupil_of(self._config, next(iter(self._parts.values())), self._seat.rank)
+        pupil = pupil_of(self._config, next(iter(self._parts.values())), self._place.rank)
         for _ in range(_WARM_STEPS):
             pupil.step()
         accuracy_of(self._probe, self._test)
@@ -82,12 +79,12 @@ class School:
         """Attach the contender to a model that has learned nothing; collective, as all that follows."""
         chosen = msgspec.convert(run, Run)
         if chosen.needs_servers:
-            group = self._seat.open_with_servers(_group_name(chosen), self._config.num_servers)
+            group = self._place.open_with_servers(_group_name(chosen), self._config.num_servers)
         else:
             machines = self._config.workers_per_machine
-            group = self._seat.open_group(_group_name(chosen), workers_per_machine=machines)
+            group = self._place.open_group(_group_name(chosen), workers_per_machine=machines)
         metered = Metered(self._stack.enter_context(group))
-        pupil = pupil_of(self._config, self._parts[chosen.split], self._seat.rank)
+        pupil = pupil_of(self._config, self._parts[chosen.split], self._place.rank)
         contender = chosen.contender
         strategy = make_contender(metered, contender.strategy, contender.options)
         self._stack.enter_context(strategy.attach(pupil.model, pupil.optimizer))
@@ -119,7 +116,7 @@ class School:
         mean = common_model(metered, pupil.model, are_equal=False)
         accuracy = accuracy_of(pupil.model, self._test).value
         metered.reset()
-        if self._seat.rank != 0:
+        if self._place.rank != 0:
             return Look(seconds, moved, accuracy, distance)
         self._probe.load_state_dict(mean)
         score = accuracy_of(self._probe, self._test)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.bench.seat import CPU
+from shoal.bench.trainee import CPU
 from shoal.core import BenchmarkError
 from shoal.group import Group, Window, pair_gossip
 from shoal.topology.weights import Weights

@@ -15,9 +15,9 @@ import torch
 from shoal.bench.blocks import taking_turns
 from shoal.bench.collective_calls import SHOAL, Call, Stage, difference
 from shoal.bench.collectives import FOREIGN, GLOO, GROUP, LINK, MIB, TLS
-from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
-from shoal.bench.seat import HostSeat, Seat, seat_of, synchronize
+from shoal.bench.trainee import synchronize
+from shoal.bench.workers import Answers, Place
 from shoal.core import UsageError
 from shoal.core.clock import ManualClock
 from shoal.group import Group, Shaped, share
@@ -30,22 +30,20 @@ _MAX_WARMED_BYTES = MIB
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Measure what is ordered."""
-    seat = HostSeat(place)
-    seat.take()
-    stack.enter_context(seat.gloo())
-    device = seat.device(arguments["device"])
-    group = stack.enter_context(seat.open_group("collectives"))
+    place.set_up_process()
+    stack.enter_context(place.gloo())
+    device = place.device(arguments["device"])
+    group = stack.enter_context(place.open_group("collectives"))
     return {"measure": Stopwatch(group, device).measure}
 
 
 def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Measure what is ordered, in groups whose machines have so many `workers` each."""
-    seat = seat_of(place)
-    seat.take()
-    device = seat.device(arguments["device"])
+    place.set_up_process()
+    device = place.device(arguments["device"])
     profile = arguments["profile"]
     opened = {
-        via: stack.enter_context(_open_between(seat, via, arguments["workers"])) for via in arguments["via"]
+        via: stack.enter_context(_open_between(place, via, arguments["workers"])) for via in arguments["via"]
     }
     meeting = next(iter(opened.values()))
     sizes = Counter(meeting.machines).values()
@@ -63,12 +61,12 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
         alone = Shaped(meeting, profile, sleeper=passing, **between)
         contenders[LINK] = GroupContender(alone, now_s=passing.clock.now_s)
     else:  # no profile slows gloo down
-        stack.enter_context(seat.gloo())
+        stack.enter_context(place.gloo())
     return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
 
 
-def _open_between(seat: Seat, via: str, workers: int) -> Group:
-    return seat.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
+def _open_between(place: Place, via: str, workers: int) -> Group:
+    return place.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
 
 
 class PassingTime(ClockSleeper):

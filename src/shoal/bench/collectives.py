@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.workers import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table

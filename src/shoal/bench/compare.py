@@ -19,10 +19,8 @@ import msgspec
 from shoal.bench.accuracy_contenders import Contender, strategy_contenders
 from shoal.bench.compare_workers import RealContest
 from shoal.bench.contenders import needs_servers, sends_by_itself
-from shoal.bench.crew import one_line
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell
-from shoal.bench.metrics import Metrics, measured
-from shoal.bench.pool import run_tasks
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
+from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.data.splits import IID, check_split

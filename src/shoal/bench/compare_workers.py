@@ -16,9 +16,7 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.children import Parent
-from shoal.bench.crew import Answers, Crew, CrewSettings, Helper, Place, one_line
-from shoal.bench.seat import Seat, seat_of
+from shoal.bench.workers import Answers, Crew, CrewSettings, Helper, Parent, Place, one_line
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
@@ -160,41 +158,39 @@ class Told(msgspec.Struct, frozen=True):
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Train what is ordered."""
-    seat = seat_of(place)
-    seat.take()
+    place.set_up_process()
 
     def warm_up(errand: dict[str, Any]) -> None:
         """What a process does for the first time takes longer."""
         task = make_task(RealErrand.read(errand).job)
-        model, (inputs, labels) = task.model(), next(task.batches(seat.rank))
+        model, (inputs, labels) = task.model(), next(task.batches(place.rank))
         task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
 
-    return {"ready": warm_up, "train": lambda errand: train(seat, place, RealErrand.read(errand))}
+    return {"ready": warm_up, "train": lambda errand: train(place, RealErrand.read(errand))}
 
 
-def train(seat: Seat, place: Place, errand: RealErrand) -> dict[str, Any]:
+def train(place: Place, errand: RealErrand) -> dict[str, Any]:
     """One job, from the opening of its group to its end."""
     world = errand.world
     if world.num_servers:
-        opened = seat.open_with_servers(errand.group_name, world.num_servers)
+        opened = place.open_with_servers(errand.group_name, world.num_servers)
     else:
-        opened = seat.open_group(errand.group_name, workers_per_machine=world.workers_per_machine)
-    trainer = Trainer(make_task(errand.job), seat.rank)
+        opened = place.open_group(errand.group_name, workers_per_machine=world.workers_per_machine)
+    trainer = Trainer(make_task(errand.job), place.rank)
     with opened:
         group = shaped(opened, world)
-        pace = Pace(group, StepCosts(world, seat.rank), world.compute.forward_share)
+        pace = Pace(group, StepCosts(world, place.rank), world.compute.forward_share)
         trainer.train(group, SYSTEM_CLOCK, pace.charged)
-    return _told(trainer.log, Path(place.folder) / f"{errand.group_name}-{seat.rank}.safetensors")
+    return _told(trainer.log, Path(place.folder) / f"{errand.group_name}-{place.rank}.safetensors")
 
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
     place = msgspec.convert(arguments["place"], Place)
-    seat = seat_of(place)
-    seat.take()
+    place.set_up_process()
     errand = RealErrand.read(arguments["arguments"]["errand"])
     server = int(arguments["arguments"]["server"])
-    with seat.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
+    with place.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
         staleness = serve(make_task(errand.job), shaped(group, errand.world))
         write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
 

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.bench.crew import one_line
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell
+from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
 from shoal.bench.machine import memory
-from shoal.bench.metrics import Direction, Metrics, measured
-from shoal.bench.pool import run_tasks
+from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.report import Curve, Report

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import all_options, has_option, is_ddp, needs_servers
-from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, Tell
-from shoal.bench.metrics import Metrics, measured
+from shoal.bench.frame import Measured, Metrics, Tell, measured
+from shoal.bench.workers import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.report.pytorch import ALONE, SECONDS
 

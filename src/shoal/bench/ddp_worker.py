@@ -11,11 +11,10 @@ import torch
 from torch import distributed
 from torch.optim import SGD
 
-from shoal.bench.crew import Answers, Place
 from shoal.bench.ddp import NUM_CLASSES, DdpConfig
-from shoal.bench.environment import describe_machine
-from shoal.bench.seat import Backend, Seat, seat_of
+from shoal.bench.machine import describe_machine
 from shoal.bench.trainee import Trainee, make_contender, new_model
+from shoal.bench.workers import Answers, Backend, Place
 from shoal.core import UsageError
 from shoal.group.base import Group
 from shoal.group.cluster.rendezvous import host_id
@@ -29,9 +28,8 @@ _WARM_ITERATIONS = 2
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Measure what is ordered."""
-    seat = seat_of(place)
-    seat.take()
-    bench = Bench(seat, place, msgspec.convert(arguments, DdpConfig))
+    place.set_up_process()
+    bench = Bench(place, msgspec.convert(arguments, DdpConfig))
     return {
         "place": bench.place,
         "machine": bench.machine,
@@ -43,21 +41,20 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 class Bench:
     """What one worker does."""
 
-    def __init__(self, seat: Seat, place: Place, config: DdpConfig) -> None:
-        self._seat = seat
+    def __init__(self, place: Place, config: DdpConfig) -> None:
         self._place = place
         self._config = config
 
     def place(self) -> dict[str, Any]:
         """The machine that this worker counts as being on, and the one that it is on."""
         machines, per_machine = self._place.machines, self._config.workers_per_machine
-        machine = machines[self._seat.rank] if machines else 0
-        part = self._seat.local_rank // per_machine if per_machine else 0
+        machine = machines[self._place.rank] if machines else 0
+        part = self._place.local_rank // per_machine if per_machine else 0
         return {"machine": [machine, part], "host_id": host_id()}
 
     def machine(self) -> dict[str, Any] | None:
         """All about the machine, by the first worker of each."""
-        return describe_machine() if self._seat.local_rank == 0 else None
+        return describe_machine() if self._place.local_rank == 0 else None
 
     def warm_up(self, model: str) -> None:
         """Iterate alone, for nobody to see."""
@@ -85,8 +82,8 @@ class Bench:
     def _trainee(self, model: str) -> Trainee:
         config = self._config
         entry = model_named(model).at(image_side=config.image_size, num_classes=NUM_CLASSES)
-        device = self._seat.device(config.device)
-        seed = config.seed + self._seat.rank
+        device = self._place.device(config.device)
+        seed = config.seed + self._place.rank
         network = new_model(entry, seed, device)
         # the document's settings, and its labels
         optimizer = SGD(network.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
@@ -99,7 +96,7 @@ class Bench:
         # torch's wrapper opens gloo on the CPU, and NCCL where each worker has a GPU, by itself
         if config.distributed_backend != "shoal" and not (config.is_ddp and self._is_usual):
             backend = config.distributed_backend
-        return self._seat.open_group(
+        return self._place.open_group(
             name, among=num_ranks, workers_per_machine=config.workers_per_machine, backend=backend
         )
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
-from shoal.bench.children import Child, Parent, child, end_with_parent
-from shoal.bench.crew import serve
 from shoal.bench.mortal import Graveyard, MortalNetwork, TappedNetwork
+from shoal.bench.workers import Child, Parent, child, end_with_parent, serve
 from shoal.core import (
     Address,
     BenchmarkError,

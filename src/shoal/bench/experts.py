@@ -22,10 +22,10 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.children import Child, child
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.machine import gpus, torch_build
 from shoal.bench.open_files import ensure_open_files
+from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.report import Report

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import Answers, serve
 from shoal.bench.experts import ECHO, HOST, ExpertsConfig, Tally
+from shoal.bench.workers import Answers, Parent, end_with_parent, serve
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
 from shoal.experts.classes import expert_class, make_expert
 from shoal.experts.client import ExpertClient

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.children import Child, child
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients, default_device
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
 from shoal.bench.machine import gpus, memory, torch_build
 from shoal.bench.open_files import ensure_open_files
+from shoal.bench.workers import Child, child
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.report import Report, Row
@@ -308,7 +308,7 @@ class LatencyScenario:
                 yield _asked(fleet, ping_s, passes)
 
     def _simulated(self, tell: Tell) -> Iterator[Found]:
-        from shoal.bench.pool import run_tasks
+        from shoal.bench.workers import run_tasks
 
         config = self._config
         tasks = [

@@ -17,10 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NONE, needs_servers, sends_by_itself
-from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.bench.document_figures import iteration_text, workers_text
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.metrics import Metrics, measured
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured
+from shoal.bench.workers import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError
 
 SPEED, WORKER_SPEED = "images_per_s", "images_per_s_per_worker"

@@ -13,11 +13,10 @@ import msgspec
 import torch
 
 from shoal.bench.contenders import NONE
-from shoal.bench.crew import Answers, Place
 from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_options import options_for
-from shoal.bench.seat import Seat, seat_of
 from shoal.bench.trainee import Recipe, Trainee, make_contender
+from shoal.bench.workers import Answers, Place
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.group.base import Group
@@ -30,9 +29,8 @@ _NUM_MIXINGS = 5
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Train what is ordered."""
-    seat = seat_of(place)
-    seat.take()
-    bench = Bench(seat, msgspec.convert(arguments, ScalingConfig), stack)
+    place.set_up_process()
+    bench = Bench(place, msgspec.convert(arguments, ScalingConfig), stack)
     return {
         "open": bench.open,
         "attach": bench.attach,
@@ -58,8 +56,8 @@ class Opened:
 class Bench:
     """The trainees of one worker."""
 
-    def __init__(self, seat: Seat, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
-        self._seat = seat
+    def __init__(self, place: Place, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
+        self._place = place
         self._config = config
         self._stack = stack
         self._entry = model_named(config.model).at(config.image_size, config.num_classes)
@@ -104,7 +102,7 @@ class Bench:
 
     def trace(self, strategy: str, file: str) -> None:
         """One iteration more, of which the first worker writes what torch's profiler saw."""
-        if self._seat.rank != 0:
+        if self._place.rank != 0:
             self.iterate(strategy)
             return
         with torch.profiler.profile() as profiler:
@@ -140,11 +138,11 @@ class Bench:
             learning_rate=config.learning_rate,
             seed=config.seed,
         )
-        return recipe.trainee(self._seat.rank, self._seat.device(config.device))
+        return recipe.trainee(self._place.rank, self._place.device(config.device))
 
     def _open_group(self, number: int, point: Point) -> Group:
         config = self._config
-        group = self._seat.open_group(
+        group = self._place.open_group(
             f"{number}-{point.num_workers}",
             among=point.num_workers,
             workers_per_machine=config.workers_per_machine,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from shoal.bench.seat import CPU, synchronize
 from shoal.group.base import Group
 from shoal.models import ModelEntry
 from shoal.strategies import Strategy, make_strategy
@@ -25,6 +24,13 @@ from shoal.strategies.registry import canonical
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels."""
 _NUM_BATCHES = 4
+CPU = torch.device("cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that this process has told it to; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Trainee:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NONE, is_free_running, needs_servers
-from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, Tell
 from shoal.bench.training_rows import METRICS, Blocks, Lane, lane_rows
+from shoal.bench.workers import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.core import BenchmarkError, UsageError
 
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")

@@ -7,8 +7,7 @@ from functools import partial
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey
-from shoal.bench.metrics import Metrics, measured
+from shoal.bench.frame import Measured, Metrics, RowKey, measured
 
 FRACTION, SPEED, OWN_SPEED = "fraction_of_ceiling", "examples_per_s", "examples_per_s_per_worker"
 ITERATION, OWN_FRACTION, WAITED = "seconds_per_iteration", "fraction_of_own_speed", "waited"

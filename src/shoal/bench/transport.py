@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.children import Parent, child
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.virtual import run_world
+from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
 from shoal.core.identity import Identity, new_secret
 from shoal.report import Report

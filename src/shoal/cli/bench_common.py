@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from shoal.bench.against import source_of
-from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark
-from shoal.bench.progress import show_progress
+from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
 from shoal.cli.bench_hosts import launched_size
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save

@@ -141,8 +141,8 @@ def _member(secret_file: Path | None, lists: Lists = (None, None), *, is_insecur
 
 def _join(target: Address, member: Member, listen: Address | None, json_file: Path | None) -> None:
     from shoal.bench.advice import explain, summarize
+    from shoal.bench.frame import show_progress
     from shoal.bench.joining import join
-    from shoal.bench.progress import show_progress
     from shoal.core import Deadline, LoopThread
 
     with LoopThread() as loop, show_progress(f"doctor --join {target}") as tell:
@@ -191,7 +191,7 @@ def _serve(address: Address, member: Member) -> None:
 
 
 def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
-    from shoal.bench.progress import show_progress
+    from shoal.bench.frame import show_progress
     from shoal.bench.recording import record, to_profile
     from shoal.core import SYSTEM_CLOCK, LoopThread
 

@@ -51,7 +51,7 @@ def status(
     Every peer that listens, with its records, round-trip time, uptime and version. It only asks, and leaves
     nothing behind. Peers that only dial out are not seen.
     """
-    from shoal.bench.progress import show_progress
+    from shoal.bench.frame import show_progress
     from shoal.dht.blocking import Swarm
     from shoal.dht.crawl import crawl
     from shoal.dht.node import DHT
