@@ -5,11 +5,11 @@ from msgspec.structs import replace
 
 from group.pretender import ManualSleeper, Pretender, ones
 from shoal.bench.cost_model import (
-    Link,
     Method,
-    Network,
+    ModelLink,
+    ModelNetwork,
+    ModelTurn,
     Terms,
-    Turn,
     Work,
     fit,
     iteration_s,
@@ -23,15 +23,15 @@ from shoal.group.conditions import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
 
-FREE = Link(0.0, 1e18)
-SLOW = Link(0.01, 1e6)
+FREE = ModelLink(0.0, 1e18)
+SLOW = ModelLink(0.01, 1e6)
 WORK = Work(compute_s=3.0, size_bytes=1e6)  # forward 1 s, backward 2 s, a message 1.01 s
 REDUCED = Method(kind="all-reduce", leaves="as-layers-finish", speaks="worker")
 NEIGHBOR = Method(kind="neighbor", leaves="after-forward")
 
 
 def cluster(mates, **options):
-    return Network(inside=FREE, between=SLOW, workers_per_machine=mates, **options)
+    return ModelNetwork(inside=FREE, between=SLOW, workers_per_machine=mates, **options)
 
 
 def test_alone_and_without_sharing_there_is_compute_only():
@@ -48,7 +48,7 @@ def test_buckets_hide_behind_backward_all_but_the_last():
     quarters = replace(REDUCED, bucket_bytes=0.25e6)
     # 0.375 s on the wire for each quarter, one ready every 0.5 s
     assert iteration_s(WORK, quarters, cluster(1), 4) == pytest.approx(3 + 0.375 + 0.06)
-    slow = replace(cluster(1), between=Link(0.01, 0.25e6))
+    slow = replace(cluster(1), between=ModelLink(0.01, 0.25e6))
     # the first is ready after 1.5 s, then the wire is never free: 4 times 1.5 s
     assert iteration_s(WORK, quarters, slow, 4) == pytest.approx(1.5 + 6 + 0.06)
 
@@ -68,7 +68,7 @@ def test_an_exchange_hides_behind_what_comes_after_it_leaves():
     ):
         method = replace(NEIGHBOR, leaves=leaves, bucket_bytes=0.1e6)
         assert iteration_s(WORK, method, cluster(1), 2) == pytest.approx(wanted_s)
-    slow = replace(cluster(1), between=Link(0.0, 0.25e6))
+    slow = replace(cluster(1), between=ModelLink(0.0, 0.25e6))
     assert iteration_s(WORK, NEIGHBOR, slow, 2) == pytest.approx(1 + 4), "what is longer than backward shows"
 
 
@@ -83,7 +83,7 @@ def test_workers_of_a_machine_share_its_line():
 
 
 def test_machines_average_inside_send_one_message_and_tell_all():
-    network = replace(cluster(4), inside=Link(0.0, 10e6))
+    network = replace(cluster(4), inside=ModelLink(0.0, 10e6))
     method = Method(kind="hierarchical", leaves="after-step")
     wanted_s = 3 + 6 * 0.025 + 1.01 + 0.1
     assert iteration_s(WORK, method, network, 8) == pytest.approx(wanted_s)
@@ -110,8 +110,8 @@ def test_what_an_average_brings_is_gone_through_and_nothing_hides_that():
 
 
 def test_traffic_is_counted_from_the_topology():
-    assert traffic_of("one-peer-exponential", 4, 2) == (Turn(1, 1, 1, 1), Turn(0, 2, 1, 1))
-    assert traffic_of("full", 6, 2) == (Turn(1, 8, 4, 2),)
+    assert traffic_of("one-peer-exponential", 4, 2) == (ModelTurn(1, 1, 1, 1), ModelTurn(0, 2, 1, 1))
+    assert traffic_of("full", 6, 2) == (ModelTurn(1, 8, 4, 2),)
     with pytest.raises(UsageError, match="do not fill machines of 4"):
         traffic_of("ring", 6, 4)
 
@@ -157,7 +157,7 @@ def test_nothing_is_fitted_below_zero():
     assert found == [0.0]
 
 
-MEMORY = Link(0.0, 1e9)
+MEMORY = ModelLink(0.0, 1e9)
 
 
 def test_between_workers_all_links_are_the_profiles():
@@ -174,7 +174,7 @@ def test_between_machines_the_inside_stays_what_it_is():
     network = shaped_network(profile, MEMORY, "machines", 4, 2)
     assert (network.inside, network.line_of) == (MEMORY, "machine-pair")
     alone = shaped_network(profile, MEMORY, "machines", 2, 2)
-    assert alone.between == Link(0.0, float("inf")), "a single machine has nobody to talk to"
+    assert alone.between == ModelLink(0.0, float("inf")), "a single machine has nobody to talk to"
 
 
 def test_a_line_of_ones_own_is_shared_by_all_that_one_sends():

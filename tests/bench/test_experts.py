@@ -19,9 +19,9 @@ from shoal.bench.experts import (
     summarize_experts,
 )
 from shoal.bench.frame import make_scenario
-from shoal.bench.machine import Gpu, Gpus
 from shoal.cli.program import run
 from shoal.core import BenchmarkError, UsageError
+from shoal.doctor.machine import Gpu, Gpus
 from shoal.report import Report, Row
 
 NAMES = (

@@ -1,9 +1,10 @@
 import pytest
 
 from shoal import data
-from shoal.bench import experts, machine
+from shoal.bench import experts
 from shoal.cli import bench_accuracy as module
 from shoal.cli.program import run
+from shoal.doctor import machine
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench import experts, machine
+from shoal.bench import experts
 from shoal.cli.bench_trained import (
     device_of,
     has_shared_gpus,
@@ -9,6 +9,7 @@ from shoal.cli.bench_trained import (
     workers_device,
 )
 from shoal.core import UsageError
+from shoal.doctor import machine
 
 HERE = {"device": "auto", "hosts": None, "hostfile": None}
 

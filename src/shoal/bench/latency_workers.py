@@ -70,7 +70,7 @@ class Pings:
         self._uniform = Draws(seed, "bench latency", who, repr(ping_s)).uniform
 
     def draw_s(self) -> float:
-        """The next."""
+        """The next wait of this client."""
         return self._sample_s(self._uniform())
 
 

@@ -14,7 +14,16 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NONE
-from shoal.bench.cost_model import Link, Method, Network, Terms, Work, fit, iteration_s, shaped_network
+from shoal.bench.cost_model import (
+    Method,
+    ModelLink,
+    ModelNetwork,
+    Terms,
+    Work,
+    fit,
+    iteration_s,
+    shaped_network,
+)
 from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.core import ReportError, UsageError
@@ -27,9 +36,9 @@ from shoal.strategies.registry import find
 # --- from a report to a forecast ---
 
 MOST_WORKERS = 1024
-INSIDE = {"cpu": Link(20e-6, 8e9), "cuda": Link(10e-6, 25e9)}
+INSIDE = {"cpu": ModelLink(20e-6, 8e9), "cuda": ModelLink(10e-6, 25e9)}
 """Assumed of a machine: shared memory, and one NVLink."""
-BETWEEN = Link(50e-6, 25e9 / 8)
+BETWEEN = ModelLink(50e-6, 25e9 / 8)
 """Assumed between machines: 25 Gb/s."""
 _MOST_PEERS = 16  # of a profile, among whom the slowest link is looked for
 _ALL_REDUCING = ("all-reduce", "ddp", "horovod", "sma")
@@ -69,7 +78,7 @@ class _ScalingFigures:
 
     def __init__(self, config: ScalingConfig, report: Report) -> None:
         self._config = config
-        self._networks: dict[int, Network] = {}
+        self._networks: dict[int, ModelNetwork] = {}
         self._measured = _iterations(report)
         self._compute = _compute(report, self._measured.get(NONE, {}))
         if not self._compute:
@@ -131,17 +140,17 @@ class _ScalingFigures:
             found.append(ProfileCheck(strategy, batch_size, size, compute_s, predicted_s, measured_s))
         return found
 
-    def network(self, num_workers: int) -> Network:
+    def network(self, num_workers: int) -> ModelNetwork:
         """The links that so many workers have between them, under the profile where there is one."""
         if num_workers not in self._networks:
             self._networks[num_workers] = self._make_network(num_workers)
         return self._networks[num_workers]
 
-    def _make_network(self, num_workers: int) -> Network:
+    def _make_network(self, num_workers: int) -> ModelNetwork:
         config, inside = self._config, INSIDE[self._config.device]
         mates = self._mates(num_workers)
         if config.profile is None:
-            return Network(inside=inside, between=BETWEEN, workers_per_machine=mates)
+            return ModelNetwork(inside=inside, between=BETWEEN, workers_per_machine=mates)
         num_peers = _MOST_PEERS * (1 if self._is_each_apart else mates)
         return shaped_network(config.profile, inside, config.between, min(num_workers, num_peers), mates)
 
@@ -202,7 +211,7 @@ class _ScalingFigures:
         def fitted_by(parameters: Sequence[float]) -> Fitted:
             values, link = [*parameters, 0.0, 0.0], None
             if is_across and num_parameters > 1:
-                link = Link(BETWEEN.latency_s, 1 / max(values.pop(1), 1e-15))
+                link = ModelLink(BETWEEN.latency_s, 1 / max(values.pop(1), 1e-15))
             return Fitted(Terms(values[0], values[1]), link, len(sizes))
 
         def times_s(parameters: Sequence[float]) -> list[float]:
@@ -303,7 +312,7 @@ class Fitted(msgspec.Struct, frozen=True):
     """What was calibrated for one strategy; nothing, where nothing was."""
 
     terms: Terms = Terms()
-    between: Link | None = None
+    between: ModelLink | None = None
     """The effective link, where workers of several machines were measured."""
     num_sizes: int = 0
     """Numbers of workers that it was calibrated by."""
@@ -350,7 +359,7 @@ class ProfileCheck(msgspec.Struct, frozen=True):
 class ForecastLinks(msgspec.Struct, frozen=True):
     """Over which links it is predicted."""
 
-    network: Network
+    network: ModelNetwork
     profile: str | None = None
     """That the links are of, where they are not assumed."""
     between: Literal["workers", "machines"] = "machines"
@@ -516,7 +525,7 @@ def _calibrations(forecast: Forecast) -> list[str]:
     return list(lines.values())
 
 
-def _link_text(link: Link) -> str:
+def _link_text(link: ModelLink) -> str:
     delay = f"{digits(1e3 * link.latency_s)} ms"
     rate = link.bytes_per_s
     return f"no limit, {delay}" if rate == float("inf") else f"{digits(rate / 1e6)} MB/s, {delay}"

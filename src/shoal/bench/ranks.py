@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.bench.machine import Watch, describe_machine
 from shoal.bench.workers import Answers, CrewSettings, Helper, Place, Workers, open_worker
 from shoal.core import BenchmarkError, PeerLost
+from shoal.doctor.machine import Watch, describe_machine
 from shoal.launch import LaunchSettings, command_of, launch
 from shoal.launch.endings import is_consequence
 from shoal.launch.head import Engine

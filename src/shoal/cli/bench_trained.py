@@ -87,7 +87,7 @@ def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 def num_gpus() -> int:
     """That this process and its children may use on this machine."""
-    from shoal.bench.machine import gpus
+    from shoal.doctor.machine import gpus
 
     num_found = len(gpus(_DRIVER_ANSWER_S).found)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
