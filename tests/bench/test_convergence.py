@@ -11,7 +11,7 @@ from shoal.bench import convergence as module
 from shoal.bench.convergence import (
     ConvergenceConfig,
     ConvergenceScenario,
-    Course,
+    SeedCourse,
     check_memory,
     convergence_items,
     free_bytes,
@@ -23,8 +23,8 @@ from shoal.bench.convergence import (
     together,
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
-from shoal.bench.machine import Memory
 from shoal.core import BenchmarkError, UsageError
+from shoal.doctor.machine import Memory
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import show
 from shoal.simulate.mixture_settings import MixtureSettings
@@ -36,7 +36,7 @@ SMALL = ConvergenceConfig(
 
 def course(accuracies, staleness):
     num_updates = [1024 * (index + 1) for index in range(len(accuracies))]
-    return Course(
+    return SeedCourse(
         num_updates=num_updates,
         virtual_s=[float(at) for at in num_updates],
         losses=[0.5] * len(accuracies),
@@ -124,7 +124,7 @@ def test_training_that_diverges_says_when(few_images):
 def test_a_seed_is_trained_and_equal_in_a_second_run(few_images):
     progress = []
     task = {"settings": msgspec.to_builtins(SMALL.of_seed(1338)), "data_dir": None}
-    first, second = (msgspec.convert(run_seed(task, progress.append), Course) for _ in range(2))
+    first, second = (msgspec.convert(run_seed(task, progress.append), SeedCourse) for _ in range(2))
     assert first.num_updates == [3, 6, 8]
     assert sum(first.staleness.values()) == 8
     assert first.figures["touched_experts"] > 0

@@ -11,8 +11,8 @@ import torch
 from shoal.bench import latency, latency_workers
 from shoal.bench.frame import MeasuredCurve, make_scenario
 from shoal.bench.latency import (
-    Found,
     LatencyConfig,
+    LatencyPoint,
     check_machine,
     config_of,
     curves,
@@ -21,10 +21,10 @@ from shoal.bench.latency import (
     summarize_latency,
 )
 from shoal.bench.latency_workers import Baseline, Load, Pings, latencies, rates, run_point
-from shoal.bench.machine import Memory
 from shoal.cli.program import run
 from shoal.core import PeerLost, UsageError
 from shoal.core.virtual import run_virtual
+from shoal.doctor.machine import Memory
 from shoal.report import Report, Row
 
 SMALL = {"hid_dim": 16, "layers_per_gpu": 2, "batch_size": 4, "linspace_points": 2, "max_ping_s": 0.01}
@@ -32,13 +32,13 @@ SMALL |= {"batches_for_latency": 2, "batches_for_throughput": 2, "throughput_run
 
 
 def found(method, ping_s, rates, **more):
-    return Found(
+    return LatencyPoint(
         method=method, passes="forward", ping_s=ping_s, latency_s=[1.0, 2.0], samples_per_s=rates, **more
     )
 
 
 def test_a_failed_point_is_a_row_and_no_point_of_the_curve():
-    failed = Found(method="ours", passes="forward", ping_s=0.1, error="nobody answers")
+    failed = LatencyPoint(method="ours", passes="forward", ping_s=0.1, error="nobody answers")
     (row,) = failed.rows()
     assert (row.key["ping_ms"], row.error) == (100.0, "nobody answers")
     (first, second) = [
@@ -283,11 +283,14 @@ RATES = {
 
 def report(rates, errors=(), config=CONFIG_SUMMARY):
     points = [
-        Found(method=method, passes="forward", ping_s=ping_s, latency_s=[0.5, 0.7], samples_per_s=samples)
+        LatencyPoint(
+            method=method, passes="forward", ping_s=ping_s, latency_s=[0.5, 0.7], samples_per_s=samples
+        )
         for (method, ping_s), samples in rates.items()
     ]
     points += [
-        Found(method=method, passes="forward", ping_s=ping_s, error="lost") for method, ping_s in errors
+        LatencyPoint(method=method, passes="forward", ping_s=ping_s, error="lost")
+        for method, ping_s in errors
     ]
     rows = []
     for measured in (row for point in points for row in point.rows()):

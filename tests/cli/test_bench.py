@@ -4,13 +4,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.bench import collectives, machine
+from shoal.bench import collectives
 from shoal.bench.collectives import MIB, CollectivesConfig
 from shoal.bench.dht import DhtConfig, config_of
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench_common as module
 from shoal.cli.program import run
 from shoal.core import PeerLost
+from shoal.doctor import machine
 from shoal.report import DEFAULT_FOLDER, Report, Row, load
 
 CREATED = "2026-01-02T03:04:05+00:00"

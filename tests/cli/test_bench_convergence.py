@@ -4,9 +4,9 @@ import pytest
 
 from shoal import data
 from shoal.bench import convergence
-from shoal.bench.machine import Memory
 from shoal.cli import bench_convergence as module
 from shoal.cli.program import run
+from shoal.doctor.machine import Memory
 
 PLENTY = 10**12
 

@@ -5,10 +5,11 @@ import os
 import msgspec
 import pytest
 
-from shoal.bench import experts, machine
+from shoal.bench import experts
 from shoal.bench.ddp import DdpConfig
 from shoal.cli import bench_common
 from shoal.cli.program import run
+from shoal.doctor import machine
 from shoal.report import Code, Report, Row
 
 PLACED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")

@@ -1,9 +1,9 @@
 import pytest
 
-from shoal.bench import experts
 from shoal.bench.scaling import ScalingConfig
 from shoal.cli import bench_scaling as module
 from shoal.cli.program import run
+from shoal.doctor import machine
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def test_numbers_double_up_to_the_last(last, counts):
 
 
 def test_a_gpu_is_taken_where_there_is_one(call, monkeypatch):
-    monkeypatch.setattr(experts, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     config = call("--np", 2)[2]
     assert (config.device, config.model, config.image_size) == ("cuda", "resnet50", 224)
-    monkeypatch.setattr(experts, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     assert call("--np", 2)[2].device == "cpu"
     assert call("--np", 2, "--device", "cuda", "-H", "far:2")[2].device == "cuda"
     code, complaint, _ = call("--device", "cuda")

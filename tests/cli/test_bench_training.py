@@ -2,10 +2,11 @@ import json
 
 import pytest
 
-from shoal.bench import machine, training_by_hand
-from shoal.bench.machine import Gpu, Gpus
+from shoal.bench import training_by_hand
 from shoal.cli import bench as module
 from shoal.cli.program import run
+from shoal.doctor import machine
+from shoal.doctor.machine import Gpu, Gpus
 from shoal.report import Report
 
 

@@ -43,7 +43,7 @@ _SAID_EACH = 4
 """More contenders share a sentence."""
 
 
-class Outcome:
+class ContestOutcome:
     """The figures of one contender, one for each seed that has them."""
 
     def __init__(self, num_seeds: int) -> None:
@@ -57,7 +57,7 @@ class Outcome:
         self.error: str | None = None
 
     def mean(self, metric: str) -> float:
-        """Over seeds."""
+        """The mean of one metric over all seeds that have it."""
         return statistics.fmean(self.samples[metric])
 
     def is_whole(self, metric: str) -> bool:
@@ -78,10 +78,10 @@ class Outcome:
         return "; ".join(f"{count} of {self.num_seeds}: {why}" for why, count in reasons.items())
 
 
-def outcomes_of(report: Report) -> dict[str, Outcome]:
+def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
     """By contender, in the order of the contest."""
     config = read_config(report.config)
-    outcomes = {contender.name: Outcome(len(config.seeds)) for contender in config.contenders}
+    outcomes = {contender.name: ContestOutcome(len(config.seeds)) for contender in config.contenders}
     for row in report.rows:
         outcome = outcomes.get(str(row.key.get("strategy")))
         if outcome is None:
@@ -99,7 +99,7 @@ def outcomes_of(report: Report) -> dict[str, Outcome]:
     return outcomes
 
 
-def ranking(outcomes: Mapping[str, Outcome], metric: str) -> list[str]:
+def ranking(outcomes: Mapping[str, ContestOutcome], metric: str) -> list[str]:
     """Those that reached the target with every seed, the least first."""
     reached = [name for name, outcome in outcomes.items() if outcome.is_whole(metric)]
     return sorted(reached, key=lambda name: outcomes[name].mean(metric))
@@ -134,7 +134,7 @@ def headline(report: Report) -> list[str]:
     return [*winners(config, outcomes), *_missing(outcomes, target), *config.notes]
 
 
-def winners(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> list[str]:
+def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> list[str]:
     """Who was first by each measure, and who came furthest, in sentences."""
     facts = facts_of(config.task)
     target = shown_target(facts, config.target)
@@ -155,7 +155,7 @@ def winners(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> list[str]
     return sentences
 
 
-def _leaders(outcomes: Mapping[str, Outcome], metric: str, unit: str) -> str:
+def _leaders(outcomes: Mapping[str, ContestOutcome], metric: str, unit: str) -> str:
     """The first, all of them where several are, and else the second too."""
     order = ranking(outcomes, metric)
     amounts = {name: amount(outcomes[name].mean(metric), unit) for name in order}
@@ -173,7 +173,7 @@ def _named(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _missing(outcomes: Mapping[str, Outcome], target: str) -> list[str]:
+def _missing(outcomes: Mapping[str, ContestOutcome], target: str) -> list[str]:
     missing = {name: outcome for name, outcome in outcomes.items() if outcome.reasons}
     if len(missing) <= _SAID_EACH:
         return [f"{name} did not reach {target}: {outcome.why()}." for name, outcome in missing.items()]
@@ -241,11 +241,11 @@ def _cost(world: World) -> str:
 
 
 def seeds_of(config: CompareConfig) -> str:
-    """How many."""
+    """How many seeds there are, in words."""
     return f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
 
 
-def _figures_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Table:
+def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> Table:
     facts = facts_of(config.task)
     target = shown_target(facts, config.target)
     sign = " %" if facts.score == "accuracy" else ""
@@ -266,7 +266,7 @@ def _figures_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Ta
     return table
 
 
-def _ranking_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Table:
+def _ranking_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> Table:
     """All rankings beside each other."""
     target = shown_target(facts_of(config.task), config.target)
     orders = {metric: ranking(outcomes, metric) for metric in RANKED}
@@ -283,7 +283,7 @@ def _ranking_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Ta
     return table
 
 
-def _troubles(outcomes: Mapping[str, Outcome]) -> Items:
+def _troubles(outcomes: Mapping[str, ContestOutcome]) -> Items:
     """A line for each contender that failed, or did not reach the target."""
     lines: Items = []
     for name, outcome in outcomes.items():
@@ -339,7 +339,7 @@ def _rate(config: CompareConfig, rate: float) -> str:
     return f"{edges.get(rate, '')}{rate:g}"
 
 
-def _to_target(outcome: Outcome, metric: str, unit: str) -> str:
+def _to_target(outcome: ContestOutcome, metric: str, unit: str) -> str:
     samples = outcome.samples.get(metric, [])
     if outcome.is_whole(metric):
         return amount(statistics.fmean(samples), unit)

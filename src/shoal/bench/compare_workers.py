@@ -65,7 +65,7 @@ class RealContest:
         self._num_jobs += 1
         errand = RealErrand(number=self._num_jobs, job=job, world=world)
         try:
-            told = [msgspec.convert(each, Told, str_keys=True) for each in self._order(errand)]
+            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(errand)]
         except BenchmarkError as error:
             return CourseRecord(job=job, moments=[], error=one_line(error))
         folder = str(Path(told[0].file).parent)
@@ -109,7 +109,7 @@ def _served(file: Path) -> dict[int, int]:
     return msgspec.json.decode(file.read_bytes(), type=dict[int, int])
 
 
-def _log(told: Told) -> WorkerLog:
+def _log(told: StoredLog) -> WorkerLog:
     file = Path(told.file)
     tensors = load_file(file)
     file.unlink()
@@ -139,17 +139,17 @@ class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
         return Path(folder) / f"{self.group_name}-server-{server}.json"
 
     def plain(self) -> dict[str, Any]:
-        """For an order."""
+        """Plain values that an order can carry."""
         values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return values
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> RealErrand:
-        """What `plain` gave."""
+        """The errand of which `plain` gave these values."""
         return msgspec.convert(values, cls, str_keys=True)
 
 
-class Told(msgspec.Struct, frozen=True):
+class StoredLog(msgspec.Struct, frozen=True):
     """A worker's log without its models, and the file that has them as `SNAPSHOT.TENSOR`."""
 
     log: WorkerLog
@@ -254,6 +254,6 @@ def _told(log: WorkerLog, file: Path) -> dict[str, Any]:
     }
     save_file(tensors, file)
     bare = [msgspec.structs.replace(snapshot, tensors=[]) for snapshot in log.snapshots]
-    told = Told(msgspec.structs.replace(log, snapshots=bare), str(file))
+    told = StoredLog(msgspec.structs.replace(log, snapshots=bare), str(file))
     values: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
     return values

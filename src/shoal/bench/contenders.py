@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench import machine
 from shoal.core import UsageError
 from shoal.core.run_options import flag
+from shoal.doctor import machine
 from shoal.report.tables import emit
 from shoal.strategies.options import WAITS_FOR_ALL, read_options
 from shoal.strategies.registry import canonical, find

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
-from shoal.bench.machine import memory
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.doctor.machine import memory
 from shoal.report import Curve, Report
 from shoal.report.histograms import BEHIND, METRIC
 from shoal.report.tables import Column, Table
@@ -97,7 +97,7 @@ class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True
         return MixtureSettings(**{**fields, "seed": seed})
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class SeedCourse(msgspec.Struct, frozen=True, kw_only=True):
     """How one seed went, without tensors; lists of evaluations, and of windows of training, go together."""
 
     num_updates: list[int]
@@ -144,13 +144,13 @@ class ConvergenceScenario:
             num_processes=num_processes,
             tell=together(tell, config.steps, config.num_seeds),
         )
-        courses: dict[int, Course] = {}
+        courses: dict[int, SeedCourse] = {}
         for seed, answer in zip(config.seeds, told, strict=True):
             error = one_line(answer) if isinstance(answer, BenchmarkError) else answer.get("error")
             if error is not None:
                 yield _measured(ACCURACY, {**self._key, "seed": seed}, error=error)
                 continue
-            courses[seed] = course = msgspec.convert(answer, Course, str_keys=True)
+            courses[seed] = course = msgspec.convert(answer, SeedCourse, str_keys=True)
             yield from self._rows(course)
             yield from self._curves(course)
         yield from self._histograms(list(courses.values()))
@@ -158,14 +158,14 @@ class ConvergenceScenario:
         wall_s = round(time.perf_counter() - began_s, 2)
         yield Noted(facts={"wall_s": wall_s, "wall_s_by_seed": seconds, "num_processes": num_processes})
 
-    def _rows(self, course: Course) -> Iterator[Measured]:
+    def _rows(self, course: SeedCourse) -> Iterator[Measured]:
         medians = {
             metric: statistics.median(course.accuracies[-num_last:]) for metric, num_last in NUM_LAST.items()
         }
         for metric, figure in {**medians, FINAL_LOSS: course.losses[-1], **course.figures}.items():
             yield _measured(metric, self._key, [figure])
 
-    def _curves(self, course: Course) -> Iterator[MeasuredCurve]:
+    def _curves(self, course: SeedCourse) -> Iterator[MeasuredCurve]:
         evaluated = (course.num_updates, course.virtual_s)
         for metric, values, (updates, seconds) in (
             (ACCURACY, course.accuracies, evaluated),
@@ -177,7 +177,7 @@ class ConvergenceScenario:
                 key=self._key, metric=metric, unit="", direction=CURVES[metric], points=points
             )
 
-    def _histograms(self, courses: Sequence[Course]) -> Iterator[Measured]:
+    def _histograms(self, courses: Sequence[SeedCourse]) -> Iterator[Measured]:
         """Each seed's count at every place that any seed has, so that seeds stay in order."""
         for whose, counts in (
             (TRAINERS, [course.staleness for course in courses]),
@@ -206,7 +206,7 @@ def together(tell: Tell, steps: int, num_seeds: int) -> Tell:
 
 
 def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Train with one seed, in a process of the pool: its `Course`, or the `error` where it diverged."""
+    """Train with one seed, in a process of the pool: its `SeedCourse`, or the `error` where it diverged."""
     from shoal.data import mnist
     from shoal.simulate.mixture import run_mixture
 
@@ -225,7 +225,7 @@ def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         figures[TOUCHED] = result.num_touched_experts
     if settings.backward_failure_rate > 0:
         figures[LOST] = result.num_lost
-    course = Course(
+    course = SeedCourse(
         num_updates=[each.num_updates for each in result.evaluations],
         virtual_s=[each.virtual_s for each in result.evaluations],
         losses=[each.loss for each in result.evaluations],

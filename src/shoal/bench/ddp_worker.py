@@ -13,9 +13,9 @@ from torch.optim import SGD
 
 from shoal.bench.contenders import Trainee, make_contender, new_model
 from shoal.bench.ddp import NUM_CLASSES, DdpConfig
-from shoal.bench.machine import describe_machine
 from shoal.bench.workers import Answers, Backend, Place
 from shoal.core import UsageError
+from shoal.doctor.machine import describe_machine
 from shoal.group.base import Group
 from shoal.group.cluster.rendezvous import host_id
 from shoal.group.solo import SoloGroup

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.dht_hosts import Details, ProcessFleet, Swarm, Totals, VirtualFleet, dht_settings
+from shoal.bench.dht_hosts import BenchSwarm, Details, ProcessFleet, Totals, VirtualFleet, dht_settings
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
@@ -89,7 +89,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def mode(self) -> str:
-        """'experts' or 'keys'."""
+        """The mode's name: 'experts' or 'keys'."""
         return EXPERTS if isinstance(self.plan, ExpertsPlan) else KEYS
 
     @property
@@ -113,7 +113,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def settings(self) -> DHTSettings:
-        """Of every peer."""
+        """The DHT settings that every peer has."""
         return dht_settings(self.wait_timeout_s)
 
     @property
@@ -251,7 +251,7 @@ class DhtScenario:
         config = self._config
         fleet = ProcessFleet(config) if config.profile is None else VirtualFleet(config, self._seed)
         async with fleet:
-            swarm = Swarm(fleet, config, self._seed, tell)
+            swarm = BenchSwarm(fleet, config, self._seed, tell)
             plan = config.plan
             work = run_experts(swarm, plan) if isinstance(plan, ExpertsPlan) else run_keys(swarm, plan)
             outcome = await work
@@ -330,7 +330,7 @@ class Phase:
 
 @dataclass
 class DhtOutcome:
-    """Everything."""
+    """All that one run found out."""
 
     store: Phase = field(default_factory=lambda: Phase("store"))
     get: Phase = field(default_factory=lambda: Phase("get"))
@@ -367,7 +367,7 @@ class DhtOutcome:
 
 
 @contextlib.asynccontextmanager
-async def _watched(swarm: Swarm, phase: Phase) -> AsyncIterator[None]:
+async def _watched(swarm: BenchSwarm, phase: Phase) -> AsyncIterator[None]:
     """A phase while it lasts: its traffic and the memory that it took are noted at its end."""
     before = await swarm.totals()
     yield
@@ -388,7 +388,7 @@ _MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")
 _PATTERN = UidPattern("expert", (range(1000),) * 3)
 
 
-async def run_experts(swarm: Swarm, plan: ExpertsPlan) -> DhtOutcome:
+async def run_experts(swarm: BenchSwarm, plan: ExpertsPlan) -> DhtOutcome:
     """Declare and look up, batch after batch; only the peers' own work is timed."""
     outcome = DhtOutcome(create_s=await swarm.create())
     uids = _draw_uids(swarm, plan.num_experts)
@@ -406,7 +406,7 @@ async def run_experts(swarm: Swarm, plan: ExpertsPlan) -> DhtOutcome:
     return outcome
 
 
-def _draw_uids(swarm: Swarm, count: int) -> list[str]:
+def _draw_uids(swarm: BenchSwarm, count: int) -> list[str]:
     """Uids drawn at random, each once."""
     draws = (
         ".".join((_PATTERN.name, *(str(swarm.random.choice(axis)) for axis in _PATTERN.axes)))
@@ -415,14 +415,14 @@ def _draw_uids(swarm: Swarm, count: int) -> list[str]:
     return list(dict.fromkeys(draws))
 
 
-def _any_address(swarm: Swarm) -> str:
+def _any_address(swarm: BenchSwarm) -> str:
     """Where the experts of a batch are said to be served: nobody calls them."""
     host = ".".join(str(swarm.random.randint(1, 254)) for _ in range(4))
     return f"{host}:{swarm.random.randint(1, 65_535)}"
 
 
 async def _declare(
-    swarm: Swarm,
+    swarm: BenchSwarm,
     plan: ExpertsPlan,
     outcome: DhtOutcome,
     declarer: int,
@@ -449,7 +449,7 @@ async def _declare(
 
 
 async def _look_up(
-    swarm: Swarm, outcome: DhtOutcome, who: tuple[int, int], batches: Sequence[tuple[list[str], str]]
+    swarm: BenchSwarm, outcome: DhtOutcome, who: tuple[int, int], batches: Sequence[tuple[list[str], str]]
 ) -> list[float]:
     """By which wall time each batch was read."""
     declarer, reader = who
@@ -487,7 +487,7 @@ class _Round:
     """What was taken, by subkey."""
 
 
-async def run_keys(swarm: Swarm, plan: KeysPlan) -> DhtOutcome:
+async def run_keys(swarm: BenchSwarm, plan: KeysPlan) -> DhtOutcome:
     """Create, store, kill, get; in rounds, or one after the other where the plan has a number of keys."""
     outcome = DhtOutcome(create_s=await swarm.create())
     numbers = sorted(swarm.peers)
@@ -517,7 +517,7 @@ async def run_keys(swarm: Swarm, plan: KeysPlan) -> DhtOutcome:
     return outcome
 
 
-def _draw_round(swarm: Swarm, plan: KeysPlan, index: int, survivors: Sequence[int]) -> _Round:
+def _draw_round(swarm: BenchSwarm, plan: KeysPlan, index: int, survivors: Sequence[int]) -> _Round:
     """Those who get are others than those who store, where there are enough."""
     draw = swarm.random
     storing = draw.sample(survivors, min(plan.num_store_peers, len(survivors)))
@@ -532,7 +532,9 @@ def _draw_round(swarm: Swarm, plan: KeysPlan, index: int, survivors: Sequence[in
 
 
 class _Keys:
-    def __init__(self, swarm: Swarm, plan: KeysPlan, outcome: DhtOutcome, rounds: Sequence[_Round]) -> None:
+    def __init__(
+        self, swarm: BenchSwarm, plan: KeysPlan, outcome: DhtOutcome, rounds: Sequence[_Round]
+    ) -> None:
         self._swarm = swarm
         self._plan = plan
         self._store, self._get = outcome.store, outcome.get

@@ -1,8 +1,8 @@
 """The peers of `shoal bench dht`, and who carries out what they are ordered to do.
 
-`Host` is many peers on one loop: the same in every process of a benchmark on sockets and in the one of a
-virtual world. `ProcessFleet` and `VirtualFleet` bring orders to hosts, and `Swarm` is what the two modes of
-the benchmark see: peers by number. Orders and answers are what JSON carries.
+`PeerHost` is many peers on one loop: the same in every process of a benchmark on sockets and in the one of a
+virtual world. `ProcessFleet` and `VirtualFleet` bring orders to hosts, and `BenchSwarm` is what the two modes
+of the benchmark see: peers by number. Orders and answers are what JSON carries.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Hosted:
     closing: contextlib.AsyncExitStack
 
 
-class Host:
+class PeerHost:
     """The peers of one process. Its public coroutines are the orders that it takes."""
 
     def __init__(self, place: Callable[[int], PeerPlace], settings: DHTSettings, *, has_deaths: bool) -> None:
@@ -363,7 +363,7 @@ def host(arguments: dict[str, Any], parent: Parent) -> None:
     """Host peers until there are no more orders."""
     end_with_parent()
     places, settings = loopback_places(arguments["secret"]), dht_settings(arguments["wait_timeout_s"])
-    peers = Host(places, settings, has_deaths=arguments["has_deaths"])
+    peers = PeerHost(places, settings, has_deaths=arguments["has_deaths"])
     with LoopThread() as loop, contextlib.ExitStack() as closing:
         closing.callback(lambda: loop.run(peers.close()))
         orders: dict[str, Callable[..., Any]] = {
@@ -491,7 +491,9 @@ class VirtualFleet:
     def __init__(self, config: DhtConfig, seed: int) -> None:
         assert config.profile is not None
         self._network = MemoryNetwork(Conditions(Profile.load(config.profile), seed=seed), seed)
-        self._host = Host(simulated_places(self._network), config.settings, has_deaths=config.num_victims > 0)
+        self._host = PeerHost(
+            simulated_places(self._network), config.settings, has_deaths=config.num_victims > 0
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -541,7 +543,7 @@ _NUM_PAIRS = 200
 _MAX_KNOWN = 1000
 
 
-class Swarm:
+class BenchSwarm:
     """All peers, as a mode of the benchmark sees them: by number."""
 
     def __init__(self, fleet: ProcessFleet | VirtualFleet, config: DhtConfig, seed: int, tell: Tell) -> None:
@@ -604,7 +606,7 @@ class Swarm:
 
     @property
     def num_ranks(self) -> int:
-        """Hosts of peers."""
+        """How many hosts the peers are spread over."""
         return self._fleet.num_ranks
 
     async def ask(self, number: int, order: str, **details: Any) -> Any:

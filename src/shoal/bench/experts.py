@@ -23,11 +23,10 @@ from typing import Any, Literal, Self
 import msgspec
 
 from shoal.bench.frame import Measured, RowKey, Tell
-from shoal.bench.machine import default_device, torch_build
-from shoal.bench.open_files import ensure_open_files
 from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.statistics import percentiles
 from shoal.report.views import Items
@@ -223,7 +222,7 @@ class Tally(msgspec.Struct):
 
     @property
     def num_failed(self) -> int:
-        """Calls that failed."""
+        """How many calls failed, whatever the error."""
         return sum(self.failures.values())
 
     def add(self, other: Tally) -> None:

@@ -25,11 +25,11 @@ import msgspec
 
 import shoal
 from shoal.bench.contenders import without_defaults
-from shoal.bench.machine import Watch, describe_code, describe_machine
 from shoal.bench.workers import Parent, child, end_with_parent
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
+from shoal.doctor.machine import Watch, describe_code, describe_machine
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
 from shoal.report.tables import emit
 

@@ -17,11 +17,10 @@ import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.machine import default_device, gpus, memory, torch_build
-from shoal.bench.open_files import ensure_open_files
 from shoal.bench.workers import Child, child
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
 from shoal.report.units import digits
 from shoal.report.views import Items, headline
@@ -117,7 +116,7 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def batch_bytes(self) -> int:
-        """Between two blocks."""
+        """What one batch is between two blocks."""
         length = _SEQUENCE if self.block_type == "transformer" else 1
         return _FLOAT_BYTES * self.batch_size * length * self.hid_dim
 
@@ -218,7 +217,7 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
 AXIS = "ping_s"
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One method at one ping."""
 
     method: Method
@@ -229,7 +228,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
     def rows(self) -> Iterator[Measured]:
-        """For the report."""
+        """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
         yield Measured(
             key=key,
@@ -260,13 +259,13 @@ class LatencyScenario:
             yield from found.rows()
         yield from curves(all_found, self._config.pings_s)
 
-    def _measured(self, tell: Tell) -> Iterator[Found]:
+    def _measured(self, tell: Tell) -> Iterator[LatencyPoint]:
         if self._config.methods != ("ours",):
             yield from self._baselines(tell)
         if "ours" in self._config.methods:
             yield from self._ours(tell)
 
-    def _baselines(self, tell: Tell) -> Iterator[Found]:
+    def _baselines(self, tell: Tell) -> Iterator[LatencyPoint]:
         from shoal.bench.latency_workers import Baseline, Pings
 
         config = self._config
@@ -283,7 +282,7 @@ class LatencyScenario:
                         Pings(ping_s, self._seed, f"{phase} {passes} slow") if method == "slow" else None
                         for phase in ("latency", "throughput")
                     )
-                    yield Found(
+                    yield LatencyPoint(
                         method=method,
                         passes=passes,
                         ping_s=ping_s,
@@ -291,7 +290,7 @@ class LatencyScenario:
                         samples_per_s=baseline.rates(passes, flow),
                     )
 
-    def _ours(self, tell: Tell) -> Iterator[Found]:
+    def _ours(self, tell: Tell) -> Iterator[LatencyPoint]:
         """Servers that do not answer at all fail every point; other methods keep theirs."""
         config = self._config
         points = [(ping_s, passes) for ping_s in config.pings_s for passes in config.passes]
@@ -301,13 +300,13 @@ class LatencyScenario:
             except BenchmarkError as error:
                 text = " ".join(str(error).split())
                 for ping_s, passes in points:
-                    yield Found(method="ours", passes=passes, ping_s=ping_s, error=text)
+                    yield LatencyPoint(method="ours", passes=passes, ping_s=ping_s, error=text)
                 return
             for ping_s, passes in points:
                 tell(_point_text("ours", passes, config.pings_s.index(ping_s), len(config.pings_s)))
                 yield _asked(fleet, ping_s, passes)
 
-    def _simulated(self, tell: Tell) -> Iterator[Found]:
+    def _simulated(self, tell: Tell) -> Iterator[LatencyPoint]:
         from shoal.bench.workers import run_tasks
 
         config = self._config
@@ -328,25 +327,25 @@ class LatencyScenario:
         for number, (task, result) in enumerate(zip(tasks, results, strict=True), 1):
             tell(f"methods at pings, in virtual time: {number} of {len(tasks)}")
             told = {"error": result.what} if isinstance(result, BenchmarkError) else result
-            yield msgspec.convert({**task, **told}, Found)
+            yield msgspec.convert({**task, **told}, LatencyPoint)
 
 
-def _asked(fleet: Fleet, ping_s: float, passes: Passes) -> Found:
+def _asked(fleet: Fleet, ping_s: float, passes: Passes) -> LatencyPoint:
     try:
         latency_s, samples_per_s = fleet.latencies(ping_s, passes), fleet.rates(ping_s, passes)
     except BenchmarkError as error:
-        return Found(method="ours", passes=passes, ping_s=ping_s, error=error.what)
-    return Found(
+        return LatencyPoint(method="ours", passes=passes, ping_s=ping_s, error=error.what)
+    return LatencyPoint(
         method="ours", passes=passes, ping_s=ping_s, latency_s=latency_s, samples_per_s=samples_per_s
     )
 
 
-def curves(all_found: Sequence[Found], pings_s: Sequence[float]) -> Iterator[MeasuredCurve]:
+def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Iterator[MeasuredCurve]:
     """A line over the pings for each method: one for each run, and each measured batch, so that they differ.
 
     What has no delay is as fast at every ping.
     """
-    lines: dict[tuple[Method, Passes], list[Found]] = {}
+    lines: dict[tuple[Method, Passes], list[LatencyPoint]] = {}
     for found in all_found:
         if found.error is None:
             lines.setdefault((found.method, found.passes), []).append(found)

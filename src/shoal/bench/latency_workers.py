@@ -70,7 +70,7 @@ class Pings:
         self._uniform = Draws(seed, "bench latency", who, repr(ping_s)).uniform
 
     def draw_s(self) -> float:
-        """The next."""
+        """The next wait of this client."""
         return self._sample_s(self._uniform())
 
 
@@ -442,7 +442,7 @@ class _Client:
 # --- virtual time ---
 
 
-class Point(msgspec.Struct, frozen=True):
+class _Point(msgspec.Struct, frozen=True):
     """One method at one ping."""
 
     config: LatencyConfig
@@ -454,19 +454,19 @@ class Point(msgspec.Struct, frozen=True):
 
 def run_point(task: dict[str, Any], tell: Tell) -> dict[str, list[float]]:
     """Latencies and rates, for `pool.run_tasks`; too short to tell of its progress."""
-    point = msgspec.convert(task, Point)
+    point = msgspec.convert(task, _Point)
     simulate = {"fast": _fast, "slow": _slow, "ours": _ours}[point.method]
     latency_s, samples_per_s = simulate(point)
     return {"latency_s": latency_s, "samples_per_s": samples_per_s}
 
 
-def _block_s(point: Point) -> float:
+def _block_s(point: _Point) -> float:
     """Of one batch in one block, there and back."""
     forwards = 1.0 if point.passes == "forward" else 1.0 + BACKWARD_COST
     return point.config.compute_ms * 1e-3 * forwards
 
 
-def _fast(point: Point) -> tuple[list[float], list[float]]:
+def _fast(point: _Point) -> tuple[list[float], list[float]]:
     """An upper bound: forward, every device is busy with a batch of its own; trained, one batch at a time."""
     config, stage_s = point.config, _block_s(point) * point.config.layers_per_gpu
     batch_s = stage_s * len(config.gpus)
@@ -475,7 +475,7 @@ def _fast(point: Point) -> tuple[list[float], list[float]]:
     return [batch_s] * config.batches_for_latency, [rate] * config.throughput_runs
 
 
-def _slow(point: Point) -> tuple[list[float], list[float]]:
+def _slow(point: _Point) -> tuple[list[float], list[float]]:
     """One batch at a time, which waits after every block."""
     config, compute_s = point.config, _block_s(point) * point.config.num_layers
     num_waits = config.calls(point.passes)
@@ -490,7 +490,7 @@ def _slow(point: Point) -> tuple[list[float], list[float]]:
     return latency_s, [num_batches * config.batch_size / run_s for run_s in runs_s]
 
 
-def _ours(point: Point) -> tuple[list[float], list[float]]:
+def _ours(point: _Point) -> tuple[list[float], list[float]]:
     config = point.config
     load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)
 
@@ -507,7 +507,7 @@ def _ours(point: Point) -> tuple[list[float], list[float]]:
 
 
 async def _served(
-    point: Point, phase: str, num_clients: int, measure: Callable[[list[Client]], Any]
+    point: _Point, phase: str, num_clients: int, measure: Callable[[list[Client]], Any]
 ) -> list[float]:
     """What a measurement of so many clients gives, with a server for each device."""
     devices = [_Device(point.config) for _ in point.config.gpus]
@@ -562,7 +562,7 @@ class _Block(msgspec.Struct, frozen=True):
 class _SimulatedClient:
     """Asks for one block after another, in turn over the devices."""
 
-    def __init__(self, point: Point, devices: list[_Device], phase: str, number: int) -> None:
+    def __init__(self, point: _Point, devices: list[_Device], phase: str, number: int) -> None:
         config = point.config
         self._number = number
         self._batch_size = config.batch_size

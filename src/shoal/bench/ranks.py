@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.bench.machine import Watch, describe_machine
 from shoal.bench.workers import Answers, CrewSettings, Helper, Place, Workers, open_worker
 from shoal.core import BenchmarkError, PeerLost, UsageError
 from shoal.core.placement import Placement
@@ -38,6 +37,7 @@ from shoal.core.run_options import (
     SshUser,
     flag,
 )
+from shoal.doctor.machine import Watch, describe_machine
 
 if TYPE_CHECKING:
     from shoal.group.base import Group

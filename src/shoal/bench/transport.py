@@ -441,7 +441,7 @@ def serve_raw_tls(arguments: dict[str, Any], parent: Parent) -> None:
 
 
 class RawTlsClient(RawClient):
-    """The other end."""
+    """A `RawClient` with one TLS connection for each direction."""
 
     def _connect(self, port: int) -> tuple[socket.socket, socket.socket]:
         context = _context(is_server=False)

@@ -136,7 +136,7 @@ def dht(
 ) -> None:
     """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
     from shoal.bench.dht import config_of, dht_items, summarize_dht
-    from shoal.bench.open_files import ensure_open_files
+    from shoal.doctor.machine import ensure_open_files
 
     config = config_of(mode, context.params, is_virtual=virtual)
     if not virtual and (changed := ensure_open_files(config.num_files, should_raise=increase_file_limit)):

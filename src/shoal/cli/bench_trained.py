@@ -45,7 +45,7 @@ def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = Tru
 
     UsageError for GPUs that this machine does not have, where workers run on it.
     """
-    from shoal.bench.machine import default_device
+    from shoal.doctor.machine import default_device
 
     if no_cuda and asked == "cuda":
         raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
@@ -87,7 +87,7 @@ def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 def num_gpus() -> int:
     """That this process and its children may use on this machine."""
-    from shoal.bench.machine import gpus
+    from shoal.doctor.machine import gpus
 
     num_found = len(gpus(_DRIVER_ANSWER_S).found)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

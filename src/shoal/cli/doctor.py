@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal import __version__
-from shoal.bench.findings import Finding, run_checks
-from shoal.bench.health import CHECKS
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
 from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
+from shoal.doctor.checks import CHECKS, CheckResult, run_checks
 from shoal.report.storage import write_atomically
 from shoal.report.tables import WIDTH, Column, Line, Table, emit, result_line, show, wrap
 
 if TYPE_CHECKING:
-    from shoal.bench.joining import Member
-    from shoal.bench.recording import Link
+    from shoal.doctor.joining import Member
+    from shoal.doctor.recording import LinkMeasurement
 
 _STYLES = {"warn": "yellow", "fail": "bold red"}
 _JOIN_LIMIT_S = 20.0  # the steps have limits of their own, 15 s in all
@@ -140,10 +139,10 @@ def _member(secret_file: Path | None, lists: Lists = (None, None), *, is_insecur
 
 
 def _join(target: Address, member: Member, listen: Address | None, json_file: Path | None) -> None:
-    from shoal.bench.advice import explain, summarize
     from shoal.bench.frame import show_progress
-    from shoal.bench.joining import join
     from shoal.core import Deadline, LoopThread
+    from shoal.doctor.advice import explain, summarize
+    from shoal.doctor.joining import join
 
     with LoopThread() as loop, show_progress(f"doctor --join {target}") as tell:
         tell("calling it, and having it call back")
@@ -157,8 +156,8 @@ def _join(target: Address, member: Member, listen: Address | None, json_file: Pa
 
 
 def _serve(address: Address, member: Member) -> None:
-    from shoal.bench.joining import serve
     from shoal.core import LoopThread
+    from shoal.doctor.joining import serve
     from shoal.transport.network.sockets import is_wildcard
 
     told: dict[str, None] = {}
@@ -192,8 +191,8 @@ def _serve(address: Address, member: Member) -> None:
 
 def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
     from shoal.bench.frame import show_progress
-    from shoal.bench.recording import record, to_profile
     from shoal.core import SYSTEM_CLOCK, LoopThread
+    from shoal.doctor.recording import record, to_profile
 
     with LoopThread() as loop, show_progress("doctor --record") as tell:
         links = loop.run(record(peers, member, tell=tell))
@@ -220,7 +219,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
 # --- showing ---
 
 
-def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_file: Path | None) -> None:
+def _tell(findings: list[CheckResult], summary: str, more: dict[str, object], json_file: Path | None) -> None:
     names = {
         status: [finding.name for finding in findings if finding.status == status]
         for status in ("ok", "warn", "fail")
@@ -241,7 +240,7 @@ def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_f
         raise typer.Exit(exit_code)
 
 
-def _table(findings: list[Finding]) -> Table:
+def _table(findings: list[CheckResult]) -> Table:
     table = Table(
         "", (Column("check", "left"), Column("status", "left"), Column("finding", "left", wraps=True))
     )
@@ -253,7 +252,7 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-def _links_table(links: list[Link]) -> Table:
+def _links_table(links: list[LinkMeasurement]) -> Table:
     numbers = map(Column, ("one way p50", "p95", "loss", "Mbit/s up", "down"))
     table = Table("", (Column("peer", "left"), *numbers, Column("calls over", "left")))
     for index, link in enumerate(links):
@@ -271,7 +270,7 @@ def _links_table(links: list[Link]) -> Table:
     return table
 
 
-def _summary(findings: list[Finding]) -> str:
+def _summary(findings: list[CheckResult]) -> str:
     warned, failed = (
         [finding.name for finding in findings if finding.status == status] for status in ("warn", "fail")
     )

@@ -71,7 +71,7 @@ def status(
 
 def peers_table(seen: Crawl) -> Table:
     """The nearest first."""
-    from shoal.bench.facts import duration
+    from shoal.doctor.joining import duration
 
     numbers = map(Column, ("records", "size", "knows", "round trip", "up"))
     table = Table(

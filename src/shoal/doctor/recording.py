@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.facts import date
-from shoal.bench.joining import Member, failure_text, new_endpoint
 from shoal.core import Address, Clock, Deadline, DeadlineExceeded, ShoalError, UsageError, fanout
+from shoal.doctor.joining import Member, date, failure_text, new_endpoint
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, About, Source, Way, ask_about
 from shoal.transport.limits import KIB, MIB
@@ -47,7 +46,7 @@ class Effort(msgspec.Struct, frozen=True):
     """For the first answer, and for what is under way at the end of a transfer."""
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkMeasurement(msgspec.Struct, frozen=True):
     """What was measured of the link to one peer; `error` says why it was not."""
 
     peer: Address
@@ -72,7 +71,7 @@ async def record(
     tell: Callable[[str], None] = lambda _: None,
     network: Network | None = None,
     effort: Effort | None = None,
-) -> list[Link]:
+) -> list[LinkMeasurement]:
     """Measure the link to each peer, one after the other: they share this machine's line."""
     network, effort = network or SocketNetwork(), effort or Effort()
     links = []
@@ -82,11 +81,11 @@ async def record(
                 links.append(await _measure(endpoint, peer, effort, tell))
             except ShoalError as error:
                 next_step = f"shoal doctor --join {peer} says what keeps it from answering."
-                links.append(Link(peer, error=failure_text(error), next_step=next_step))
+                links.append(LinkMeasurement(peer, error=failure_text(error), next_step=next_step))
     return links
 
 
-def to_profile(links: list[Link], wall_s: float) -> Profile:
+def to_profile(links: list[LinkMeasurement], wall_s: float) -> Profile:
     """The links that were measured, and for any other two peers what these have in common."""
     measured = [link for link in links if not link.error]
     if not measured:
@@ -118,7 +117,9 @@ def _way(delays_ms: tuple[float, ...], loss: float | None) -> ProfileWay:
 # --- measuring ---
 
 
-async def _measure(endpoint: Endpoint, peer: Address, effort: Effort, tell: Callable[[str], None]) -> Link:
+async def _measure(
+    endpoint: Endpoint, peer: Address, effort: Effort, tell: Callable[[str], None]
+) -> LinkMeasurement:
     tell(f"{peer}: small calls")
     way, about = await _first_answer(endpoint, peer, effort.patience_s)
     delays_s, loss = await _delays(endpoint, peer, way, effort)
@@ -139,7 +140,7 @@ async def _measure(endpoint: Endpoint, peer: Address, effort: Effort, tell: Call
         round_trip_s = 2 * statistics.median(delays_s)
         up_mbit_s = await _transfer(send, effort, clock, round_trip_s)
         down_mbit_s = await _transfer(receive, effort, clock, round_trip_s)
-    return Link(
+    return LinkMeasurement(
         peer=peer,
         seen_as=Address.parse(about.seen_as).host,
         way=way,

@@ -1,18 +1,200 @@
-"""What `shoal doctor --join` says of the ways between two machines: out, back, and where others see it."""
+"""What `shoal doctor --join` says of what it saw: findings, each with its likely cause and what to try next.
+
+Nothing here touches the network: `joining` gathers the facts, and they are read here.
+"""
 
 from __future__ import annotations
 
-from shoal.bench.facts import CLOCK_FAIL_S, Facts, any_host, duration
-from shoal.bench.findings import Finding, fail, ok, warn
+import msgspec
+
+from shoal._version import __version__
 from shoal.core import Address
-from shoal.transport.introductions import Attempt, Way
+from shoal.doctor.checks import CheckResult, fail, ok, warn
+from shoal.doctor.joining import CLOCK_FAIL_S, CLOCK_WARN_S, JoinFacts, any_host, date, duration
+from shoal.transport.frames import VERSION
+from shoal.transport.introductions import About, Attempt, Way
 from shoal.transport.network.sockets import is_wildcard
 from shoal.transport.trust.membership import is_loopback
+
+ROWS = (
+    "TCP to peer",
+    "UDP to peer",
+    "secret",
+    "version",
+    "clock",
+    "interface",
+    "TCP from peer",
+    "UDP from peer",
+)
+"""In the order in which they are shown; one that could not be tried, or that tells nothing, is left out."""
+
+_SAME_CLOCK_S = 0.1
+_SET_CLOCK = "compare `date -u` on both machines, and set the wrong clock: sudo timedatectl set-ntp true"
+_SAME_VERSION = "install the same Shoal on both sides; `shoal --version` tells which it is."
+
+
+def explain(facts: JoinFacts) -> list[CheckResult]:
+    """One finding for each row that could be tried."""
+    trouble = _after_dialing(facts)
+    found = {"TCP to peer": check_out(facts, "tcp", is_peer=bool(trouble)), **trouble}
+    if facts.udp.outcome == "ok" or not trouble:  # sealed with another secret, datagrams are not answered
+        found["UDP to peer"] = check_out(facts, "udp")
+    if facts.about is not None:
+        found = {**_after_answering(facts, facts.about), **found}
+    return [msgspec.structs.replace(found[name], name=name) for name in ROWS if name in found]
+
+
+def summarize(facts: JoinFacts, findings: list[CheckResult]) -> str:
+    """The sentence under the table."""
+    warned, failed = ([each.name for each in findings if each.status == kind] for kind in ("warn", "fail"))
+    shown = [*(each.name for each in findings), "UDP to peer"]  # which is always tried
+    missing = [name for name in ROWS if name not in shown]
+    if failed:
+        text = f"This machine cannot be a peer of {facts.target} yet: see {', '.join(failed)}."
+        return text + (f" Not tried: {', '.join(missing)}." if missing else "")
+    if facts.attempts and all(attempt.outcome != "ok" for attempt in facts.attempts):
+        return f"This machine can be a peer of {facts.target}, but only outbound: it cannot serve others."
+    if warned:
+        return f"This machine can be a peer of {facts.target}; there is advice on {', '.join(warned)}."
+    return f"This machine can be a peer of {facts.target}: both can call each other."
+
+
+def _after_dialing(facts: JoinFacts) -> dict[str, CheckResult]:
+    """Why the call over TCP failed although a Shoal peer was dialed; empty where that is not so."""
+    look, tcp = facts.look, facts.tcp
+    if tcp.outcome == "ok" or look is None or look.reach != "open":
+        return {}
+    if look.version not in (None, VERSION) or tcp.outcome == "other version":
+        theirs = f"protocol {look.version}" if look.version is not None else "another one"
+        says = (
+            f"This side speaks protocol {VERSION} (shoal {__version__}), the peer {theirs}: they cannot talk."
+        )
+        return {"version": fail(says, _SAME_VERSION, protocol=VERSION, peer_protocol=look.version)}
+    if look.version is not None:
+        if not facts.has_secret:
+            return {}
+        return {
+            "secret": fail(
+                f"This side has a swarm secret, the peer at {facts.target} has none.",
+                "start the peer with the same secret, by --secret-file or SHOAL_SECRET; if the swarm is "
+                "meant to have none, run this without.",
+            )
+        }
+    shown = look.certificate
+    if shown is None or not shown.is_of_shoal:
+        return {}
+    if not facts.has_secret:
+        return {
+            "secret": fail(
+                f"The peer at {facts.target} has a swarm secret, this side has none.",
+                "copy the swarm's secret file to this machine, and add: --secret-file FILE",
+            )
+        }
+    if not shown.is_of_this_swarm:
+        return {
+            "secret": fail(
+                f"The peer at {facts.target} has another swarm secret than this side.",
+                "give both the same; `sha256sum FILE` on both machines shows whether the files are equal.",
+            )
+        }
+    if (clock := _clock_by_certificate(facts)) is not None:
+        return {"secret": ok("Both sides have the same swarm secret."), "clock": clock}
+    return {
+        "secret": fail(
+            f"Both sides have the same swarm secret, and still the peer turns this one away: {tcp.says}",
+            "ask whether its allow-list or deny-list names this peer (`shoal keys show` prints the id); and "
+            f"{_SET_CLOCK}",
+        )
+    }
+
+
+def _clock_by_certificate(facts: JoinFacts) -> CheckResult | None:
+    """What the dates of a peer's certificate say of the two clocks."""
+    shown = facts.look.certificate if facts.look else None
+    if shown is None:
+        return None
+    here = f"here it is {date(facts.wall_s)}"
+    if facts.wall_s < shown.begins_s:
+        says = (
+            f"The peer's certificate is refused as not yet valid: it begins {date(shown.begins_s)}, {here}."
+        )
+    elif facts.wall_s > shown.ends_s:
+        says = f"The peer's certificate is refused as expired: it ended {date(shown.ends_s)}, {here}."
+    elif shown.made_s - facts.wall_s > CLOCK_FAIL_S:
+        ahead = duration(shown.made_s - facts.wall_s)
+        says = (
+            f"The peer's clock is at least {ahead} ahead of this one, and it refuses this side's certificate."
+        )
+    else:
+        return None
+    return fail(f"{says} One of the two clocks is wrong.", _SET_CLOCK)
+
+
+def _after_answering(facts: JoinFacts, about: About) -> dict[str, CheckResult]:
+    found = {
+        "secret": _secret(facts),
+        "version": _version(about),
+        "clock": _clock(facts),
+        "interface": check_interface(facts),
+    }
+    if facts.dial_back_error:
+        says = f"The peer was asked to dial back, and did not: {facts.dial_back_error}"
+        found["TCP from peer"] = warn(says, "try again in ten seconds.")
+    for attempt in facts.attempts:
+        found[f"{attempt.way.upper()} from peer"] = check_dial_back(facts, attempt)
+    return found
+
+
+def _secret(facts: JoinFacts) -> CheckResult:
+    if facts.has_secret:
+        return ok("Both sides have the same swarm secret: what they say is encrypted.")
+    if is_loopback(facts.target.host):
+        return ok("Neither side has a swarm secret, which is fine on one machine.")
+    return warn(
+        f"Neither side has a swarm secret: anybody who reaches {facts.target} can call it and listen in.",
+        "make one (shoal keys secret --file swarm.secret), copy it to both machines, and add: --secret-file "
+        "swarm.secret",
+    )
+
+
+def _version(about: About) -> CheckResult:
+    figures: dict[str, object] = {
+        "software": __version__,
+        "peer_software": about.software,
+        "protocol": VERSION,
+        "peer_protocol": about.protocol,
+    }
+    if about.software != __version__:
+        return warn(
+            f"This side runs shoal {__version__}, the peer {about.software}. Both speak protocol "
+            f"{about.protocol}, so they can talk.",
+            _SAME_VERSION,
+            **figures,
+        )
+    return ok(f"shoal {__version__}, protocol {about.protocol} on both sides.", **figures)
+
+
+def _clock(facts: JoinFacts) -> CheckResult:
+    out = facts.tcp if facts.tcp.about else facts.udp
+    ahead_s = out.ahead_s
+    if abs(ahead_s) < _SAME_CLOCK_S:
+        precision = duration(max(abs(ahead_s), out.round_trip_s / 2, 1e-3))
+        return ok(f"The clocks of both sides agree to {precision}.", ahead_s=ahead_s)
+    direction = "ahead of" if ahead_s > 0 else "behind"
+    says = f"The peer's clock is {duration(abs(ahead_s))} {direction} this one."
+    if abs(ahead_s) > CLOCK_FAIL_S:
+        return fail(f"{says} Records and certificates end by it.", _SET_CLOCK, ahead_s=ahead_s)
+    if abs(ahead_s) > CLOCK_WARN_S:
+        return warn(f"{says} Records end by it.", _SET_CLOCK, ahead_s=ahead_s)
+    return ok(says, ahead_s=ahead_s)
+
+
+# --- ways between two machines: out, back, and where others see it ---
 
 # --- to the peer ---
 
 
-def check_out(facts: Facts, way: Way, *, is_peer: bool = False) -> Finding:
+def check_out(facts: JoinFacts, way: Way, *, is_peer: bool = False) -> CheckResult:
     """Whether calls reach the peer over one way; `is_peer`: a Shoal peer is known to be there."""
     out, tried = facts.out(way), f"Called {facts.target} over {way.upper()}"
     if out.about is not None:
@@ -27,7 +209,7 @@ def check_out(facts: Facts, way: Way, *, is_peer: bool = False) -> Finding:
     return _no_way(facts, way, tried)
 
 
-def _only_this_way(facts: Facts, way: Way, tried: str) -> Finding:
+def _only_this_way(facts: JoinFacts, way: Way, tried: str) -> CheckResult:
     """The other way gets through, so the machine and the peer are there."""
     name, other, port = way.upper(), "UDP" if way == "tcp" else "TCP", facts.target.port
     publish = f"in a container, publish both: -p {port}:{port}/tcp -p {port}:{port}/udp"
@@ -52,7 +234,7 @@ def _only_this_way(facts: Facts, way: Way, tried: str) -> Finding:
     )
 
 
-def _no_way(facts: Facts, way: Way, tried: str) -> Finding:
+def _no_way(facts: JoinFacts, way: Way, tried: str) -> CheckResult:
     target, reach = facts.target, _reach(facts, way)
     if way == "udp" and reach != "unknown host":
         return fail(f"{tried}: no answer either.", "see TCP to peer.")
@@ -93,7 +275,7 @@ def _no_way(facts: Facts, way: Way, tried: str) -> Finding:
     return fail(f"{tried}: {facts.tcp.says}", "run it again with -v: shoal -v doctor --join …")
 
 
-def _where_to_listen(facts: Facts, port: int) -> str:
+def _where_to_listen(facts: JoinFacts, port: int) -> str:
     """The address that a peer beside the target, or called by it, should have, and what it takes to."""
     host = facts.target.host
     address = Address(host if is_loopback(host) else any_host(host), port)
@@ -102,7 +284,7 @@ def _where_to_listen(facts: Facts, port: int) -> str:
     return str(address) if is_loopback(host) else f"{address} --insecure"
 
 
-def _reach(facts: Facts, way: Way) -> str:
+def _reach(facts: JoinFacts, way: Way) -> str:
     """How far packets came; for TCP a closer look knows better than the call."""
     return facts.look.reach if way == "tcp" and facts.look else facts.out(way).outcome
 
@@ -118,7 +300,7 @@ def _allow(host: str, port: int, way: Way | None = None) -> str:
 # --- from the peer ---
 
 
-def check_interface(facts: Facts) -> Finding:
+def check_interface(facts: JoinFacts) -> CheckResult:
     """Whether this peer listens where others look for it."""
     seen, listens, port = facts.seen_as, facts.listens, facts.port_to_open
     if seen is None:
@@ -154,7 +336,7 @@ def check_interface(facts: Facts) -> Finding:
     )
 
 
-def _wrong_interface(facts: Facts) -> bool:
+def _wrong_interface(facts: JoinFacts) -> bool:
     """Whether this peer listens on one address of this machine, and is looked for at another."""
     seen, host = facts.seen_as, facts.listens.host
     if seen is None or is_wildcard(host) or host == seen.host or _was_reached(facts):
@@ -162,11 +344,11 @@ def _wrong_interface(facts: Facts) -> bool:
     return facts.is_own_address or (is_loopback(host) and not is_loopback(seen.host))
 
 
-def _was_reached(facts: Facts) -> bool:
+def _was_reached(facts: JoinFacts) -> bool:
     return any(attempt.outcome == "ok" for attempt in facts.attempts)
 
 
-def check_dial_back(facts: Facts, attempt: Attempt) -> Finding:
+def check_dial_back(facts: JoinFacts, attempt: Attempt) -> CheckResult:
     """Whether the peer got through to this one, and what it means if it did not."""
     name, where = attempt.way.upper(), facts.seen_as
     tried = f"The peer dialed back to {where} over {name}"
@@ -183,7 +365,7 @@ def check_dial_back(facts: Facts, attempt: Attempt) -> Finding:
     return warn(f"{tried} {_why_not_back(facts, attempt)} {meaning}", _open_up(facts, attempt.way))
 
 
-def _why_not_back(facts: Facts, attempt: Attempt) -> str:
+def _why_not_back(facts: JoinFacts, attempt: Attempt) -> str:
     if attempt.outcome == "refused":
         return "and was refused: " + (
             "a firewall, here or on the way, rejects it."
@@ -199,7 +381,7 @@ def _why_not_back(facts: Facts, attempt: Attempt) -> str:
     return f"and failed: {' '.join(attempt.says.split())}"
 
 
-def _open_up(facts: Facts, way: Way) -> str:
+def _open_up(facts: JoinFacts, way: Way) -> str:
     port = facts.port_to_open
     first = (
         _allow("this machine", port, way)

@@ -2,11 +2,11 @@ import statistics
 
 import pytest
 
-from bench.networks import BadNetwork, serving
-from shoal.bench.joining import Member
-from shoal.bench.recording import Effort, Link, _speed, record, to_profile
+from doctor.networks import BadNetwork, serving
 from shoal.core import Address, UsageError
 from shoal.core.virtual import run_virtual
+from shoal.doctor.joining import Member
+from shoal.doctor.recording import Effort, LinkMeasurement, _speed, record, to_profile
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.faults import FaultScript
 from shoal.transport.network.memory import MemoryNetwork
@@ -15,7 +15,9 @@ from transport.members import Swarm
 
 QUICK = Effort(num_calls=30, calls_s=1.0, bulk_s=0.3, bulk_bytes=4 << 20, patience_s=0.5)
 HERE, THERE = Address("10.0.0.1", 5), Address("10.0.0.7", 31337)
-LINK = Link(THERE, seen_as="10.0.0.1", delays_ms=(5.0, 6.0, 7.0), loss=0.01, up_mbit_s=20.0, down_mbit_s=90.0)
+LINK = LinkMeasurement(
+    THERE, seen_as="10.0.0.1", delays_ms=(5.0, 6.0, 7.0), loss=0.01, up_mbit_s=20.0, down_mbit_s=90.0
+)
 
 
 def test_a_link_of_loopback(run):
@@ -78,7 +80,7 @@ def test_a_peer_that_cannot_be_measured_is_a_row_and_others_are_measured(run):
 
 
 def test_a_profile_of_links_is_read_back(tmp_path):
-    other = Link(Address("::1", 9), seen_as="::1", way="tcp", delays_ms=(1.0,))
+    other = LinkMeasurement(Address("::1", 9), seen_as="::1", way="tcp", delays_ms=(1.0,))
     profile = to_profile([LINK, other], 1_700_000_000.0)
     path = tmp_path / "recorded.toml"
     path.write_text(profile.to_toml())

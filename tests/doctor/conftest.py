@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shoal.bench import machine
+from shoal.doctor import machine
 
 
 @pytest.fixture
