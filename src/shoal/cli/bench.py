@@ -21,6 +21,8 @@ from shoal.bench.collectives import (
 )
 from shoal.bench.frame import RunFlags
 from shoal.bench.ranks import HostFlags
+from shoal.bench.scaling import ScalingFlags, scaling_config
+from shoal.bench.scaling_tables import scaling_items, summarize_scaling
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
 from shoal.bench.training_tables import summarize_training, training_items
@@ -44,11 +46,10 @@ from shoal.cli.bench_common import (
 from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
-from shoal.cli.bench_scaling import scaling
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.output import text_stream
 from shoal.report import DEFAULT_FOLDER, default_path
-from shoal.report.tables import emit
+from shoal.report.tables import emit, result_line, show
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
@@ -234,7 +235,25 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
 
 
 app.command()(ddp)
-app.command()(scaling)
+
+
+@app.command()
+@with_flags()
+def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Images a second from one worker to many, under each strategy: how near to linear it stays."""
+    if flags.predict_published:
+        from shoal.bench.published import published_items, published_result
+
+        show(published_items(), sys.stdout)
+        emit(result_line(published_result()), sys.stdout)
+        return
+    config = scaling_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, scaling_items)
+    where = hosts.starter(config.crew_size)
+    run_and_tell("scaling", config, settings, summarize_scaling, outputs, run.against, where)
+
+
 app.command()(accuracy)
 app.command()(convergence)
 app.command()(latency)
