@@ -19,6 +19,15 @@ from shoal.bench.collectives import (
     collectives_items,
     summarize_collectives,
 )
+from shoal.bench.ddp import (
+    DdpFlags,
+    DdpRunFlags,
+    ddp_config,
+    ddp_items,
+    encode_ddp,
+    summarize_ddp,
+    take_part,
+)
 from shoal.bench.frame import RunFlags
 from shoal.bench.ranks import HostFlags
 from shoal.bench.scaling import ScalingFlags, scaling_config
@@ -44,7 +53,6 @@ from shoal.cli.bench_common import (
     run_settings,
 )
 from shoal.cli.bench_convergence import convergence
-from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.output import text_stream
@@ -234,7 +242,16 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
     run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
 
 
-app.command()(ddp)
+@app.command()
+@with_flags("short")
+def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> None:
+    """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
+    take_part(flags)
+    config = ddp_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, ddp_items, encode_ddp)
+    where = hosts.starter(config.num_workers)
+    run_and_tell("ddp", config, settings, summarize_ddp, outputs, run.against, where)
 
 
 @app.command()
