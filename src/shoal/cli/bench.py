@@ -13,6 +13,8 @@ import msgspec
 import typer
 
 from shoal.bench import training_by_hand
+from shoal.bench.accuracy import AccuracyFlags, accuracy_config, fetch_data
+from shoal.bench.accuracy_tables import accuracy_items, summarize_accuracy
 from shoal.bench.collectives import (
     CollectivesFlags,
     collectives_config,
@@ -37,7 +39,6 @@ from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summariz
 from shoal.bench.training_tables import summarize_training, training_items
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
-from shoal.cli.bench_accuracy import accuracy
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
@@ -271,6 +272,22 @@ def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: 
     run_and_tell("scaling", config, settings, summarize_scaling, outputs, run.against, where)
 
 
-app.command()(accuracy)
+@app.command()
+@with_flags("starts")
+def accuracy(context: typer.Context, flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """To which accuracy workers come under each strategy: over steps, seconds and bytes.
+
+    Without --strategies: BlueFog's tricks. Neighbour averaging in both orders, each plain, with a smaller
+    warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
+    """
+    config = accuracy_config(flags, hosts, run)
+    settings = run_settings(context, flags.num_starts(hosts, is_short=run.short), run.seed)
+    outputs = Outputs(run.report, run.json_file, accuracy_items)
+    where = hosts.starter(config.num_workers)
+    if where is None:
+        fetch_data(flags)
+    run_and_tell("accuracy", config, settings, summarize_accuracy, outputs, run.against, where)
+
+
 app.command()(convergence)
 app.command()(latency)
