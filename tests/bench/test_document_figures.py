@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.document_figures import Spread, iteration_text, workers_text
+from shoal.bench.contenders import Spread, iteration_text, workers_text
 
 
 def test_deviations_are_the_population_s():

@@ -13,7 +13,6 @@ from shoal.bench.experts import (
     ExpertsOutcome,
     Tally,
     config_of,
-    default_device,
     ensure_files,
     experts_items,
     summarize_experts,
@@ -21,7 +20,8 @@ from shoal.bench.experts import (
 from shoal.bench.frame import make_scenario
 from shoal.cli.program import run
 from shoal.core import BenchmarkError, UsageError
-from shoal.doctor.machine import Gpu, Gpus
+from shoal.doctor import machine
+from shoal.doctor.machine import Gpu, Gpus, default_device
 from shoal.report import Report, Row
 
 NAMES = (
@@ -142,7 +142,7 @@ def cores(monkeypatch):
     def cores(number):
         monkeypatch.setattr(experts, "num_cores", lambda: number)
 
-    monkeypatch.setattr(experts, "gpus", lambda _: Gpus())
+    monkeypatch.setattr(machine, "gpus", lambda _: Gpus())
     cores(16)
     return cores
 
@@ -198,11 +198,13 @@ def test_what_cannot_be_measured_is_refused(name, given, complaint):
 @pytest.mark.usefixtures("cores")
 def test_the_gpu_is_used_where_torch_and_the_driver_know_of_one(monkeypatch):
     assert default_device() == "cpu"
-    monkeypatch.setattr(experts, "gpus", lambda _: Gpus((Gpu("NVIDIA H200"),)))
-    monkeypatch.setattr(experts, "torch_build", lambda: "CUDA 12.8")
+    monkeypatch.setattr(machine, "gpus", lambda _: Gpus((Gpu("NVIDIA H200"),)))
+    for module in (experts, machine):
+        monkeypatch.setattr(module, "torch_build", lambda: "CUDA 12.8")
     assert config_of("default", {}).device == "cuda"
     assert config_of("default", {"device": "cpu"}).device == "cpu"
-    monkeypatch.setattr(experts, "torch_build", lambda: "CPU")
+    for module in (experts, machine):
+        monkeypatch.setattr(module, "torch_build", lambda: "CPU")
     assert default_device() == "cpu"
     with pytest.raises(UsageError, match="no GPU for --device cuda:1"):
         config_of("default", {"device": "cuda:1"})
@@ -381,7 +383,8 @@ def test_the_lines_hold_what_the_document_prints():
 
 
 def test_a_gpu_tells_its_name_and_memory(monkeypatch):
-    monkeypatch.setattr(experts, "torch_build", lambda: "CUDA 12.8")
+    for module in (experts, machine):
+        monkeypatch.setattr(module, "torch_build", lambda: "CUDA 12.8")
     server = {"num_processes": 1, "allocated_bytes": 2 * 10**9, "reserved_bytes": 3 * 10**9}
     report = report_of(outcome(server=server), device="cuda")
     report = msgspec.structs.replace(report, environment={"device": "NVIDIA H200"})

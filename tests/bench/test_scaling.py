@@ -5,7 +5,7 @@ import pytest
 
 from shoal.bench.contenders import NONE
 from shoal.bench.frame import make_scenario
-from shoal.bench.scaling import PROCESSORS, Lane, Point, ScalingConfig, processor_rows, rows_of
+from shoal.bench.scaling import PROCESSORS, PointSpeeds, ScalingConfig, ScalingPoint, processor_rows, rows_of
 from shoal.core import BenchmarkError, UsageError
 
 TINY = ScalingConfig(
@@ -116,8 +116,8 @@ def test_a_crew_may_be_larger_than_what_is_measured():
 
 
 def test_efficiency_is_of_the_mean_speed_of_one_worker():
-    lane = Lane(speeds=[[8.0, 10.0], [9.0, 9.0]], ceilings=[[10.0, 10.0], [9.0, 9.0]])
-    rows = by_key(rows_of(Point(NONE, 4, 2), {"sma": lane}, [[9.0], [11.0]]))
+    lane = PointSpeeds(speeds=[[8.0, 10.0], [9.0, 9.0]], ceilings=[[10.0, 10.0], [9.0, 9.0]])
+    rows = by_key(rows_of(ScalingPoint(NONE, 4, 2), {"sma": lane}, [[9.0], [11.0]]))
     assert rows["scaling_efficiency", "sma", 2, None].samples == pytest.approx([0.9, 0.9])
     assert rows["scaling_efficiency", NONE, 2, None].samples == pytest.approx([1.0, 0.9])
     assert rows["fraction_of_ceiling", "sma", 2, None].samples == pytest.approx([0.9, 1.0])

@@ -1,5 +1,5 @@
-from shoal.bench.scaling import PROCESSORS, Lane, Point, processor_rows, rows_of
-from shoal.bench.scaling_summary import scaling_items, summarize_scaling
+from shoal.bench.scaling import PROCESSORS, PointSpeeds, ScalingPoint, processor_rows, rows_of
+from shoal.bench.scaling_tables import scaling_items, summarize_scaling
 from shoal.report import Report, Row
 from shoal.report.tables import Table
 
@@ -21,18 +21,20 @@ def report(measured, **config):
 
 
 def lane(*speeds, ceiling=100.0):
-    return Lane(speeds=[list(each) for each in speeds], ceilings=[[ceiling] * len(speeds[0])] * len(speeds))
+    return PointSpeeds(
+        speeds=[list(each) for each in speeds], ceilings=[[ceiling] * len(speeds[0])] * len(speeds)
+    )
 
 
 def sweep(device="cpu"):
     alone = [[100.0], [100.0]]
-    yield from rows_of(Point("none", 32, 1), {"neighbor": lane([99.0])}, alone)
+    yield from rows_of(ScalingPoint("none", 32, 1), {"neighbor": lane([99.0])}, alone)
     lanes = {
         "neighbor": lane([90.0] * 4, [80.0] * 4),
         "all-reduce": lane([50.0] * 4),
-        "horovod": Lane(error="Horovod is not there."),
+        "horovod": PointSpeeds(error="Horovod is not there."),
     }
-    yield from rows_of(Point("none", 32, 4), lanes, alone)
+    yield from rows_of(ScalingPoint("none", 32, 4), lanes, alone)
     yield from processor_rows(PROCESSORS[device], [["here", 2]] * 4, (1, 4))
 
 
@@ -88,7 +90,9 @@ def test_in_a_sweep_every_point_has_the_documents_last_lines_after_the_table():
 
 
 def test_one_strategy_with_one_number_has_the_lines_of_the_document():
-    rows = rows_of(Point("none", 64, 2), {"neighbor_allreduce": lane([10.0, 20.0], [20.0, 20.0])}, [[30.0]])
+    rows = rows_of(
+        ScalingPoint("none", 64, 2), {"neighbor_allreduce": lane([10.0, 20.0], [20.0, 20.0])}, [[30.0]]
+    )
     text = text_of(scaling_items(report(rows, device="cuda")))
     assert (
         "Model: resnet18\nBatch size: 64\nNumber of GPUs: 2\nRunning warmup...\nRunning benchmark...\n"
@@ -101,7 +105,7 @@ def test_one_strategy_with_one_number_has_the_lines_of_the_document():
 
 def test_iterations_that_are_too_short_are_told():
     assert "Give more --num-batches-per-iter" not in text_of(scaling_items(report(sweep())))
-    short = rows_of(Point("none", 1, 1), {}, [[1000.0]])
+    short = rows_of(ScalingPoint("none", 1, 1), {}, [[1000.0]])
     assert "takes one worker 1.0 ms" in text_of(scaling_items(report(short)))
 
 

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from shoal.bench.contenders import NONE
-from shoal.bench.scaling import Point, ScalingConfig
-from shoal.bench.scaling_worker import Bench
+from shoal.bench.scaling import ScalingConfig, ScalingPoint, ScalingWorker
 from shoal.bench.workers import Place
 
 CONFIG = ScalingConfig(
@@ -22,14 +21,14 @@ CONFIG = ScalingConfig(
 
 
 def point(strategy, batch_size=4):
-    return msgspec.to_builtins(Point(strategy, batch_size, 1))
+    return msgspec.to_builtins(ScalingPoint(strategy, batch_size, 1))
 
 
 @pytest.fixture
 def bench(tmp_path):
     """A worker that is alone, in this very process."""
     with contextlib.ExitStack() as stack:
-        yield Bench(Place(0, 1, "alone", str(tmp_path)), CONFIG, stack)
+        yield ScalingWorker(Place(0, 1, "alone", str(tmp_path)), CONFIG, stack)
 
 
 def count_steps(bench, strategy):

@@ -3,12 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.bench.trainee import CPU, Laps, Recipe
+from shoal.bench.contenders import Laps, Recipe
 from shoal.bench.workers import Place
 from shoal.core import UsageError
 from shoal.models import model_named
 
 RECIPE = Recipe(entry=model_named("small-mlp"), batch_size=4, learning_rate=0.1, seed=3)
+
+CPU = torch.device("cpu")
 
 
 def parameters_of(trainee):
@@ -65,7 +67,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     # the host's clock stands still, so that nothing is left over after the last event
-    monkeypatch.setattr("shoal.bench.trainee.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("shoal.bench.contenders.time.perf_counter", lambda: 0.0)
     return fake
 
 
@@ -86,13 +88,13 @@ def test_what_a_gpu_does_after_the_last_event_is_of_the_last_iteration(gpu, monk
     laps.end()
     gpu.compute(10.0)
     laps.end()
-    monkeypatch.setattr("shoal.bench.trainee.time.perf_counter", lambda: 0.045)
+    monkeypatch.setattr("shoal.bench.contenders.time.perf_counter", lambda: 0.045)
     assert laps.seconds() == pytest.approx([0.03, 0.015])
 
 
 def test_times_on_a_cpu_are_those_of_the_clock(monkeypatch):
     clock = iter([5.0, 5.0, 5.5, 7.0, 9.0])
-    monkeypatch.setattr("shoal.bench.trainee.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("shoal.bench.contenders.time.perf_counter", lambda: next(clock))
     laps = Laps(CPU)
     laps.end()
     laps.end()

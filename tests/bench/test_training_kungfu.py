@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from shoal.bench.training_kungfu import OPTIMIZERS, becomes_text, figure_lines, strategy_of
+from shoal.bench.training import OPTIMIZERS, optimizer_named
+from shoal.bench.training_tables import becomes_text, figure_lines
 from shoal.core import UsageError
 from shoal.report import Report, Row
 from shoal.strategies import BUILT_IN
@@ -15,9 +16,9 @@ def speed(strategy, samples, rank=0):
 
 def test_every_optimizer_of_kungfu_is_a_strategy_here():
     assert all(OPTIMIZERS[name] in BUILT_IN for name in OPTIMIZERS)
-    assert strategy_of("async_sgd") == "pair"
+    assert OPTIMIZERS[optimizer_named("async_sgd")] == "pair"
     with pytest.raises(UsageError, match="no optimizer 'adaptive-sgd'"):
-        strategy_of("adaptive-sgd")
+        optimizer_named("adaptive-sgd")
 
 
 def test_what_a_name_becomes_is_said():

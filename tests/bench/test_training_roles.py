@@ -10,9 +10,8 @@ import pytest
 
 from shoal.bench import training_by_hand
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.training import TrainingConfig
-from shoal.bench.training_roles import Role, config_of, role_of, summarize_worker, worker_items
-from shoal.bench.training_rows import row
+from shoal.bench.training import TrainingConfig, row
+from shoal.bench.training_by_hand import Role, config_of, role_of, summarize_worker, worker_items
 from shoal.core import Address, PeerLost, Placement, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.report import Report, Row

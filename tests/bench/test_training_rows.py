@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.training_rows import Block, Lane, lane_rows, total_speed
+from shoal.bench.training import Block, StrategyBlocks, strategy_rows, total_speed
 
 
 def by_key(rows):
@@ -17,12 +17,12 @@ def test_the_speed_of_a_block_is_the_sum_over_its_workers():
 
 
 def test_fractions_are_of_neighbours_in_time():
-    lane = Lane(
+    lane = StrategyBlocks(
         blocks=[blocks([2.0], [2.0]), blocks([1.0], [1.0])],
         ceilings=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
         evens=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
     )
-    rows = by_key(lane_rows("sma", lane, batch_size=4))
+    rows = by_key(strategy_rows("sma", lane, batch_size=4))
     assert rows["fraction_of_ceiling", "sma"].samples == pytest.approx([0.5, 2 / 3])
     assert rows["fraction_of_own_speed", "sma", 0].samples == [0.5, 1.0]
     assert rows["fraction_of_own_speed", "sma", 1].samples == [0.5, 0.5]
@@ -33,7 +33,7 @@ def test_fractions_are_of_neighbours_in_time():
 
 def test_waits_are_by_who_waited_and_for_whom():
     first = [Block([1.0], [0.0, 0.7, 0.1]), Block([1.0], [0.2, 0.0, 0.0]), Block([1.0], [0.0, 0.4, 0.0])]
-    rows = by_key(lane_rows("sma", Lane([first, first], [first, first]), batch_size=4))
+    rows = by_key(strategy_rows("sma", StrategyBlocks([first, first], [first, first]), batch_size=4))
     assert {key[2:]: row.samples[0] for key, row in rows.items() if key[0] == "waited"} == {
         (0, 1): 0.7,
         (0, 2): 0.1,
@@ -46,5 +46,5 @@ def test_waits_are_by_who_waited_and_for_whom():
 
 
 def test_what_failed_is_a_row_with_its_error():
-    (row,) = lane_rows("sma", Lane(error="it broke"), batch_size=4)
+    (row,) = strategy_rows("sma", StrategyBlocks(error="it broke"), batch_size=4)
     assert (row.metric, row.key, row.error) == ("examples_per_s", {"strategy": "sma"}, "it broke")

@@ -1,7 +1,7 @@
 import pytest
 
 from bench.sample_training import EVEN, SLOW, report, row
-from shoal.bench.training_summary import headline, slow_worker, summarize_training
+from shoal.bench.training_tables import headline, slow_worker, summarize_training
 
 
 def test_the_result_has_medians_and_intervals_by_strategy():

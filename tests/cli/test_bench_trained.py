@@ -1,6 +1,5 @@
 import pytest
 
-from shoal.bench import experts
 from shoal.cli.bench_trained import (
     device_of,
     has_shared_gpus,
@@ -16,7 +15,7 @@ HERE = {"device": "auto", "hosts": None, "hostfile": None}
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    monkeypatch.setattr(experts, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda _: machine.Gpus((machine.Gpu("A"), machine.Gpu("B"))))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -26,13 +25,13 @@ def two_gpus(monkeypatch):
     [("cuda", "auto", "cuda"), ("cuda", "cpu", "cpu"), ("cpu", "auto", "cpu"), ("cuda", "cuda", "cuda")],
 )
 def test_gpus_are_taken_where_there_are_any_unless_told(monkeypatch, found, asked, device):
-    monkeypatch.setattr(experts, "default_device", lambda: found)
+    monkeypatch.setattr(machine, "default_device", lambda: found)
     assert device_of(asked) == device
     assert device_of("auto", no_cuda=True) == "cpu"
 
 
 def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(monkeypatch):
-    monkeypatch.setattr(experts, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     assert device_of("cuda", is_here=False) == "cuda"
     with pytest.raises(UsageError, match="no GPU"):
         device_of("cuda")

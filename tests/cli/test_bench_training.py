@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from shoal.bench import experts, training_by_hand
-from shoal.cli import bench_training as module
+from shoal.bench import training_by_hand
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.doctor import machine
 from shoal.doctor.machine import Gpu, Gpus
@@ -14,7 +14,7 @@ from shoal.report import Report
 def asked(monkeypatch, tmp_path):
     """What `run_and_tell` is asked for, by name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experts, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     seen = {}
 
     def stand_in(benchmark, config, settings, summarize, outputs, against=None, where=None):
@@ -109,7 +109,7 @@ def test_a_command_of_kungfus_document_measures_that_strategy_alone(call, asked,
 
 @pytest.fixture
 def two_gpus(monkeypatch, asked):
-    monkeypatch.setattr(experts, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda _: Gpus((Gpu("A"), Gpu("B"))))
 
 

@@ -30,6 +30,7 @@ class SampleFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 class OtherFlags(msgspec.Struct, frozen=True, kw_only=True):
     short: Annotated[bool, flag("Quickly.")] = False
+    left_out: Annotated[int, flag("Not of this command.")] = 3
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def call():
     app, seen = typer.Typer(rich_markup_mode=None), []
 
     @app.command()
-    @with_flags
+    @with_flags("left_out")
     def command(context: typer.Context, flags: SampleFlags, port: Port = 1, other: OtherFlags = None) -> None:
         """Do it."""
         seen.append((flags, port, other, typed_flags(context)))
@@ -85,7 +86,9 @@ def test_aliases_name_the_same_field(call):
     assert call("-np", "2", "--bytes", "8")[0] == SampleFlags(num_workers=2, sizes=(8,))
 
 
-@pytest.mark.parametrize("wrong", [("--np", "0"), ("--port", "10"), ("--device", "tpu"), ("--seed", "1")])
+@pytest.mark.parametrize(
+    "wrong", [("--np", "0"), ("--port", "10"), ("--device", "tpu"), ("--seed", "1"), ("--left-out", "1")]
+)
 def test_what_does_not_fit_is_refused(call, wrong):
     assert wrong[0] in call(*wrong)
 

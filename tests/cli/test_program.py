@@ -9,6 +9,7 @@ from shoal._version import __version__
 from shoal.cli import doctor as module
 from shoal.cli.program import BAD_USAGE, FAILED, INTERRUPTED, main, run
 from shoal.core import PeerLost
+from shoal.doctor.checks import CheckResult
 from shoal.report import Report, Row, save
 
 PROGRAM = Path(sys.executable).with_name("shoal")  # the console script lies beside its interpreter
@@ -129,7 +130,7 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
 
 
 def test_a_verbs_own_exit_code_is_the_programs(capsys, monkeypatch):
-    monkeypatch.setattr(module, "run_checks", lambda _: [module.Finding("fail", "Broken.", name="x")])
+    monkeypatch.setattr(module, "run_checks", lambda _: [CheckResult("fail", "Broken.", name="x")])
     assert run(["doctor"]) == 1
     assert '"exit_code":1' in capsys.readouterr().out
 

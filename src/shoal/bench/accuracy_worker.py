@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
-from shoal.bench.trainee import CPU, Batch, Trainee, make_contender
+from shoal.bench.contenders import Trainee, make_contender
 from shoal.bench.workers import Answers, Parent, Place
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix
@@ -24,6 +24,8 @@ from shoal.strategies.averaging import common_model
 from shoal.strategies.strategy import Strategy
 
 _WARM_STEPS = 5
+_CPU = torch.device("cpu")
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
@@ -127,7 +129,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
     return batch[0].to(device), batch[1].to(device)
 
 
-def beginner(config: AccuracyConfig, device: torch.device = CPU) -> tuple[nn.Module, SGD]:
+def beginner(config: AccuracyConfig, device: torch.device = _CPU) -> tuple[nn.Module, SGD]:
     """A model that has learned nothing, equal for equal seeds, and its optimizer."""
     torch.manual_seed(config.seed)
     if config.model == "small-cnn":

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.bench.contenders import workers_text
 from shoal.bench.ddp import ALIKE, SKEW
-from shoal.bench.document_figures import workers_text
 from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
 from shoal.report.statistics import PERCENTILES, percentiles

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 from torch.optim import SGD
 
+from shoal.bench.contenders import Trainee, make_contender, new_model
 from shoal.bench.ddp import NUM_CLASSES, DdpConfig
-from shoal.bench.trainee import Trainee, make_contender, new_model
 from shoal.bench.workers import Answers, Backend, Place
 from shoal.core import UsageError
 from shoal.doctor.machine import describe_machine

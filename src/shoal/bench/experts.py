@@ -26,7 +26,7 @@ from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
-from shoal.doctor.machine import ensure_open_files, gpus, torch_build
+from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.statistics import percentiles
 from shoal.report.views import Items
@@ -40,7 +40,6 @@ MAX_LOOPS = 8
 """Network loop threads that a preset asks for at most: beyond it they take the cores from each other."""
 PROCESSES_A_CORE = 4
 _BATCHES_AT_ONCE = 4  # that the server computes together, where neither preset nor flag says how many samples
-_DRIVER_ANSWER_S = 10.0
 _FILES_A_CLIENT = 5  # a connection, and the loop of a thread
 _OTHER_FILES = 256  # CUDA's own are about a hundred
 
@@ -170,12 +169,6 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
     }
     told["device"] = _checked(told["device"]) if "device" in told else default_device()
     return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
-
-
-def default_device() -> str:
-    """'cuda' where torch is built for it and the driver tells of a GPU; torch is not imported to know."""
-    has_gpu = torch_build().startswith("CUDA") and bool(gpus(_DRIVER_ANSWER_S).found)
-    return "cuda" if has_gpu else "cpu"
 
 
 def _checked(device: str) -> str:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -27,9 +27,10 @@ import shoal
 from shoal.bench.contenders import without_defaults
 from shoal.bench.workers import Parent, child, end_with_parent
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.doctor.machine import Watch, describe_code, describe_machine
-from shoal.report import Curve, Report, Row
+from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
 from shoal.report.tables import emit
 
 Tell = Callable[[str], None]
@@ -112,6 +113,24 @@ class RunSettings(msgspec.Struct, frozen=True):
             raise UsageError(
                 f"--starts {self.num_starts} measures nothing.", next_step="give 1 or more; 5 to compare."
             )
+
+
+class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of every benchmark: how often it is started, beside what, and where its results go."""
+
+    starts: Annotated[int, flag("Independent process starts; 5 or more to compare.")] = 1
+    seed: Annotated[int, flag("Of the first start; each further one adds 1.")] = 0
+    short: Annotated[bool, flag("Quickly: a first look, not figures to keep.")] = False
+    against: Annotated[
+        str | None, flag("A git revision or checkout to take turns with and compare to.", metavar="REF")
+    ] = None
+    report: Annotated[
+        Path | None,
+        flag(f"Where to save; by default under {DEFAULT_FOLDER}/.", "--report", metavar="FILE"),
+    ] = None
+    json_file: Annotated[
+        Path | None, flag("Write the report's JSON there too; - is stdout.", "--json", metavar="FILE")
+    ] = None
 
 
 SCENARIOS: dict[str, str] = {

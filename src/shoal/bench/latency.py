@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients, default_device
+from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
 from shoal.bench.workers import Child, child
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
-from shoal.doctor.machine import ensure_open_files, gpus, memory, torch_build
+from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
 from shoal.report.units import digits
 from shoal.report.views import Items, headline

@@ -24,8 +24,7 @@ from shoal.bench.cost_model import (
     iteration_s,
     shaped_network,
 )
-from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig
-from shoal.bench.scaling_options import options_for
+from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
 from shoal.report.tables import Column, Table

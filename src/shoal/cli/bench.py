@@ -5,16 +5,30 @@ Commands with many flags have files of their own; what they do is the room `benc
 
 from __future__ import annotations
 
+import datetime
 import sys
 from typing import Annotated, Literal
 
 import msgspec
 import typer
 
+from shoal.bench import training_by_hand
+from shoal.bench.collectives import (
+    CollectivesFlags,
+    collectives_config,
+    collectives_items,
+    summarize_collectives,
+)
+from shoal.bench.frame import RunFlags
+from shoal.bench.ranks import HostFlags
+from shoal.bench.scaling import ScalingFlags, scaling_config
+from shoal.bench.scaling_tables import scaling_items, summarize_scaling
+from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
+from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
+from shoal.bench.training_tables import summarize_training, training_items
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
 from shoal.cli.bench_accuracy import accuracy
-from shoal.cli.bench_collectives import collectives
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
@@ -32,9 +46,10 @@ from shoal.cli.bench_common import (
 from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
-from shoal.cli.bench_scaling import scaling
-from shoal.cli.bench_training import training
-from shoal.report.tables import emit
+from shoal.cli.flags import typed_flags, with_flags
+from shoal.cli.output import text_stream
+from shoal.report import DEFAULT_FOLDER, default_path
+from shoal.report.tables import emit, result_line, show
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
@@ -166,10 +181,79 @@ def experts(
     run_and_tell("experts", config, settings, summarize_experts, outputs, against)
 
 
-app.command()(collectives)
-app.command()(training)
+@app.command()
+@with_flags()
+def collectives(context: typer.Context, flags: CollectivesFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Operations of a group in memory that workers share, or between machines, beside gloo's."""
+    config = collectives_config(flags, hosts, is_short=run.short)
+    where = None
+    if hosts.are_named:
+        ((num_machines, num_workers),) = config.machines
+        where = hosts.starter(num_machines * num_workers)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, collectives_items)
+    run_and_tell("collectives", config, settings, summarize_collectives, outputs, run.against, where)
+
+
+@app.command()
+@with_flags()
+def training(context: typer.Context, flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Training under each strategy, beside workers that share nothing: what sharing costs.
+
+    With --job-name this process is one parameter server or worker of those that are started by hand.
+    """
+    role = role_of(flags.ps_hosts, flags.worker_hosts, flags.job_name, flags.task_index)
+    if role is not None:
+        role = msgspec.structs.replace(role, network_interface=hosts.network_interface)
+        _take_role(context, role, by_hand_config(role, flags, hosts, run, typed_flags(context)), run)
+        return
+    config = training_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, training_items)
+    where = hosts.starter(config.num_workers)
+    run_and_tell("training", config, settings, summarize_training, outputs, run.against, where)
+
+
+def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: RunFlags) -> None:
+    """Be a parameter server until all workers have left, or a worker with a report of its own."""
+    out = text_stream(run.json_file)
+
+    def say_there(text: str) -> None:
+        emit(text, out)
+        out.flush()
+
+    if role.is_server:
+        training_by_hand.serve_by_hand(role, config, say_there)
+        return
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # workers that share a folder end at the same time: each has a name of its own
+    report = run.report or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
+    outputs = Outputs(report, run.json_file, worker_items)
+    settings = run_settings(context, 1, run.seed)
+    where = training_by_hand.WorkerByHand(role, say_there)
+    run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
+
+
 app.command()(ddp)
-app.command()(scaling)
+
+
+@app.command()
+@with_flags()
+def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """Images a second from one worker to many, under each strategy: how near to linear it stays."""
+    if flags.predict_published:
+        from shoal.bench.published import published_items, published_result
+
+        show(published_items(), sys.stdout)
+        emit(result_line(published_result()), sys.stdout)
+        return
+    config = scaling_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, scaling_items)
+    where = hosts.starter(config.crew_size)
+    run_and_tell("scaling", config, settings, summarize_scaling, outputs, run.against, where)
+
+
 app.command()(accuracy)
 app.command()(convergence)
 app.command()(latency)

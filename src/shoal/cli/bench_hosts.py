@@ -107,14 +107,16 @@ def where_of(flags: Mapping[str, Any], num_workers: int) -> OnHosts | None:
     hosts = _hosts(flags)
     if hosts is None or not hosts.is_elsewhere:
         return None
-    from shoal.bench.ranks import OnHosts, hosts_command
-    from shoal.launch import LaunchSettings
+    from shoal.bench.ranks import OnHosts
+    from shoal.launch import LaunchSettings, command_of
 
     if launched_size() is not None:
         raise UsageError("A launcher has started this, and -H starts it again.", next_step="leave -H out.")
     hosts.check(num_workers, 0)
     options = RunOptions(network_interface=flags.get("network_interface"))
-    return OnHosts(hosts, LaunchSettings(hosts_command(), num_workers, options))
+    return OnHosts(
+        hosts, LaunchSettings(command_of(["shoal.bench.ranks"], is_module=True), num_workers, options)
+    )
 
 
 def _hosts(flags: Mapping[str, Any]) -> Any:

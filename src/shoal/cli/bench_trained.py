@@ -45,7 +45,7 @@ def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = Tru
 
     UsageError for GPUs that this machine does not have, where workers run on it.
     """
-    from shoal.bench.experts import default_device
+    from shoal.doctor.machine import default_device
 
     if no_cuda and asked == "cuda":
         raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")

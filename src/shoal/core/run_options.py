@@ -11,6 +11,7 @@ import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -149,6 +150,27 @@ def flag(
 ) -> msgspec.Meta:
     """Describe an option that has a flag; `text` is its help."""
     return msgspec.Meta(description=text, extra={"flag": Flag(names, ge, le, metavar, shown)})
+
+
+Hostfile = Annotated[
+    Path | None, flag("A file with one host on each line: host slots=N, or host:N.", metavar="FILE")
+]
+SshPort = Annotated[
+    int | None, flag("The port of sshd on the other hosts.", "-p", "--ssh-port", metavar="PORT")
+]
+SshUser = Annotated[str | None, flag("The user name on the other hosts.", metavar="NAME")]
+SshOption = Annotated[list[str] | None, flag("An option for ssh -o. Can be repeated.", metavar="NAME=VALUE")]
+RemotePython = Annotated[
+    str | None,
+    flag("The Python interpreter on the other hosts. Default: the same path as here.", metavar="PATH"),
+]
+RemoteCwd = Annotated[
+    str | None, flag("The folder on the other hosts. Default: the same as here.", metavar="DIR")
+]
+NetworkInterface = Annotated[
+    str | None, flag("The network interface between the machines, for example eth0.", metavar="NAME")
+]
+"""The flags of all commands that reach other hosts by ssh."""
 
 
 @dataclass(frozen=True, slots=True)

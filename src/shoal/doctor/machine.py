@@ -32,6 +32,7 @@ ANSWER_S = 1.5
 NOT_RUNNABLE = 127  # what a shell says of a program that it cannot start
 
 
+_DRIVER_ANSWER_S = 10.0
 _PACKAGES = ("torch", "numpy", "msgspec", "uvloop", "aiofastnet", "cryptography")
 _REPORT_ANSWER_S = 30.0  # a report without its device or commit is worth less than the wait
 
@@ -129,6 +130,12 @@ def gpus(answer_s: float) -> Gpus:
         return Gpus(complaint=reason)
     parts = [line.partition(",") for line in lines]
     return Gpus(tuple(Gpu(name.strip(), size.strip()) for name, _, size in parts))
+
+
+def default_device() -> str:
+    """'cuda' where torch is built for it and the driver tells of a GPU; torch is not imported to know."""
+    has_gpu = torch_build().startswith("CUDA") and bool(gpus(_DRIVER_ANSWER_S).found)
+    return "cuda" if has_gpu else "cpu"
 
 
 def installed_version(name: str) -> str | None:

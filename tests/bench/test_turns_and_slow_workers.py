@@ -1,6 +1,7 @@
 import pytest
 
-from shoal.bench.blocks import median_interval, slowest_by_times, slowest_by_waits, taking_turns
+from shoal.bench.collectives import taking_turns
+from shoal.bench.training_tables import median_interval, slowest_by_times, slowest_by_waits
 
 
 def test_turns_go_back_and_forth():

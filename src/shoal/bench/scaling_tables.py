@@ -6,9 +6,9 @@ import math
 import statistics
 from typing import Any
 
-from shoal.bench.contenders import NONE
-from shoal.bench.document_figures import Spread, iteration_text, workers_text
+from shoal.bench.contenders import NONE, Spread, iteration_text, workers_text
 from shoal.bench.scaling import EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
+from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
@@ -17,7 +17,7 @@ from shoal.report.views import Items
 _SHORT_S = 0.05
 
 
-class Figures:
+class ScalingFigures:
     """The rows of a report by strategy, batch size and number of workers."""
 
     def __init__(self, report: Report) -> None:
@@ -63,7 +63,7 @@ class Figures:
 
 def summarize_scaling(report: Report) -> dict[str, Any]:
     """The RESULT line: means by batch size, strategy and number of workers."""
-    figures = Figures(report)
+    figures = ScalingFigures(report)
     result: dict[str, Any] = {
         "headline": headline(report),
         "device": report.config.get("device", "cpu"),
@@ -78,8 +78,6 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
                 by_strategy.setdefault(strategy, {})[str(num_workers)] = round(mean, places)
         result[metric] = found
     if report.config.get("should_predict"):
-        from shoal.bench.scaling_forecast import predicted_result
-
         result["forecast"] = predicted_result(report)
     failed = len(report.failed)
     return {**result, "failed": failed} if failed else result
@@ -87,7 +85,7 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
 
 def headline(report: Report) -> list[str]:
     """For each batch size, who was the fastest among the most workers."""
-    figures = Figures(report)
+    figures = ScalingFigures(report)
     lines = []
     for batch_size in dict.fromkeys(point[1] for point in figures.points):
         measured = [
@@ -111,7 +109,7 @@ def headline(report: Report) -> list[str]:
 
 def scaling_items(report: Report) -> Items:
     """A table for each batch size, and BlueFog's lines: all for a single point, the last ones for several."""
-    config, figures = report.config, Figures(report)
+    config, figures = report.config, ScalingFigures(report)
     items: Items = [(f"scaling  {report.created}  code {report.code}".rstrip(), "bold"), _what(config)]
     if config.get("device") == "cpu":
         items.append("On the CPU: what the lines below count as a GPU is a worker of one thread.")
@@ -127,8 +125,6 @@ def scaling_items(report: Report) -> Items:
         items += [_point_text(point), *_figure_lines(figures, point), ""]
     items += [(line, "red") for line in _failures(report)]
     if config.get("should_predict"):
-        from shoal.bench.scaling_forecast import predicted_items
-
         items += predicted_items(report)
     return items
 
@@ -144,7 +140,9 @@ def _what(config: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _document_lines(figures: Figures, point: tuple[str, int, int], config: dict[str, Any]) -> list[str]:
+def _document_lines(
+    figures: ScalingFigures, point: tuple[str, int, int], config: dict[str, Any]
+) -> list[str]:
     """All that the document prints of its one point."""
     _, batch_size, num_workers = point
     speeds = figures.samples(WORKER_SPEED, *point, 0) or []
@@ -159,7 +157,7 @@ def _document_lines(figures: Figures, point: tuple[str, int, int], config: dict[
     ]
 
 
-def _figure_lines(figures: Figures, point: tuple[str, int, int]) -> list[str]:
+def _figure_lines(figures: ScalingFigures, point: tuple[str, int, int]) -> list[str]:
     """What the document ends with: each worker's speed, and that of all."""
     num_workers = point[2]
     speeds = [figures.samples(WORKER_SPEED, *point, rank) or [math.nan] for rank in range(num_workers)]
@@ -173,7 +171,7 @@ def _point_text(point: tuple[str, int, int]) -> str:
     return f"{strategy}, {workers_text(num_workers)}, batch {batch_size}:"
 
 
-def _table(figures: Figures, batch_size: int) -> Table:
+def _table(figures: ScalingFigures, batch_size: int) -> Table:
     own_speed = figures.mean(SPEED, NONE, batch_size, 1)
     heads = ("workers", "images/s", "+-", "per worker", "linear", "of linear", "of ceiling")
     table = Table(
@@ -196,7 +194,7 @@ def _table(figures: Figures, batch_size: int) -> Table:
     return table
 
 
-def _notes(figures: Figures, config: dict[str, Any]) -> list[str]:
+def _notes(figures: ScalingFigures, config: dict[str, Any]) -> list[str]:
     notes = [
         "linear: as many times the speed of one worker alone.",
         "of ceiling: of the speed of as many workers that share nothing ('none'), right before or after.",
@@ -235,3 +233,23 @@ def _failures(report: Report) -> list[str]:
         for (strategy, error), places in where.items()
     ]
     return [*lines, ""] if lines else []
+
+
+def predicted_result(report: Report) -> dict[str, Any]:
+    """Say for the RESULT line what is expected of more workers, or why nothing is."""
+    from shoal.bench.predict import forecast_of, forecast_result
+
+    try:
+        return forecast_result(forecast_of(report))
+    except ShoalError as error:
+        return {"error": error.what}
+
+
+def predicted_items(report: Report) -> Items:
+    """Show on the terminal what is expected of more workers, or why nothing is."""
+    from shoal.bench.predict import forecast_items, forecast_of
+
+    try:
+        return forecast_items(forecast_of(report))
+    except ShoalError as error:
+        return [(f"No prediction: {error}", "yellow"), ""]
