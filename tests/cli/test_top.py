@@ -7,8 +7,7 @@ import pytest
 
 from core.boards import note
 from shoal.cli.program import run
-from shoal.cli.top import _lines
-from shoal.cli.top_jobs import JobSource
+from shoal.cli.top import JobSource, _lines
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.board import pin
 
@@ -102,7 +101,7 @@ with strategy.attach(model, optimizer):
 
 def test_it_starts_without_torch():
     code = (
-        "import sys; from shoal.cli.program import run; from shoal.cli import top_web, top_peers\n"
+        "import sys; from shoal.cli.program import run; from shoal.cli import top_view, status\n"
         "assert run(['top', '--once']) == 1; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

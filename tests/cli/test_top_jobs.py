@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from core.boards import NOW_S, gone, note
-from shoal.cli.top_jobs import JobSource, _age, jobs_of, shot_of
+from shoal.cli.top import JobSource, _age, jobs_of, shot_of
 from shoal.core import ManualClock, UsageError
 from shoal.core.board import Sighting, pin
 

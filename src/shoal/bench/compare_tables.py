@@ -27,9 +27,8 @@ from shoal.bench.compare import (
     worst_of,
 )
 from shoal.report import Report
-from shoal.report.latex import Figures, latex_table
 from shoal.report.schema import label_of
-from shoal.report.tables import Column, Table
+from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items
 from shoal.simulate.task_facts import TaskFacts, facts_of
@@ -305,7 +304,7 @@ def latex_of(report: Report) -> str:
     is_share = facts.score == "accuracy"
     target = shown_target(facts, config.target)
 
-    def column(head: str, metric: str, unit: str = "", factor: float = 1.0) -> Figures:
+    def column(head: str, metric: str, unit: str = "", factor: float = 1.0) -> LatexColumn:
         direction = facts.direction if facts.score in metric else "lower"
         samples = [
             [factor * sample for sample in outcomes[name].samples.get(metric, ())]
@@ -313,7 +312,7 @@ def latex_of(report: Report) -> str:
             else []
             for name in names
         ]
-        return Figures(head, unit, direction, samples)
+        return LatexColumn(head, unit, direction, samples)
 
     columns = [
         column(facts.score, final_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),

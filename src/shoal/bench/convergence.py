@@ -23,7 +23,7 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.doctor.machine import memory
 from shoal.report import Curve, Report
-from shoal.report.histograms import BEHIND, METRIC
+from shoal.report.curves import BEHIND, STALENESS
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, histogram_items
@@ -37,7 +37,6 @@ ACCURACY, ACCURACY_5, FINAL_LOSS = "val_accuracy", "val_accuracy_last_5", "final
 MEAN_STALENESS, EXPERT_STALENESS, VIRTUAL = "mean_staleness", "mean_expert_staleness", "virtual_s"
 TOUCHED, LOST = "touched_experts", "lost_gradients"
 VAL_LOSS, TRAIN_LOSS = "val_loss", "train_loss"
-STALENESS = METRIC
 NUM_LAST = {ACCURACY: 3, ACCURACY_5: 5}
 """Evaluations at the end whose median is the figure; one alone swings too much."""
 METRICS: Metrics = {

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.live import ends_by_signal, live_line
 from shoal.cli.members import (
     IdentityFile,
     Insecure,
@@ -24,7 +23,7 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import counted, say
+from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address

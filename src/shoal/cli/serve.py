@@ -18,9 +18,8 @@ import msgspec
 import typer
 
 from shoal.cli.flags import parameter_of, with_parameters
-from shoal.cli.live import ends_by_signal, live_line
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
-from shoal.cli.output import counted, say
+from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
 from shoal.core.run_options import Flag, OptionInfo

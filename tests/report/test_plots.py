@@ -1,13 +1,62 @@
+""""""
+
 import pytest
 
 from report import samples
 from shoal.report import Curve, Row
-from shoal.report.figures import Figures, Shown
-from shoal.report.lines import curve_plots, curves_title, percentile_plot, scaling_groups, scaling_plots
+from shoal.report.plots import (
+    SHOWN_SERIES,
+    Contest,
+    PageFigures,
+    Shown,
+    curve_plots,
+    curves_title,
+    percentile_plot,
+    scaling_groups,
+    scaling_plots,
+    wait_plots,
+)
+
+
+def test_contenders_are_told_from_their_settings():
+    keys = [
+        {"strategy": name, "split": split, "model": "mlp", "num_workers": 4}
+        for name in ("pair", "sma")
+        for split in ("iid", "dirichlet:0.1")
+    ]
+    contest = Contest(keys, aside=("num_workers",))
+    assert [(contest.contender(key), contest.setting(key)) for key in keys] == [
+        ("pair", "split=iid"),
+        ("pair", "split=dirichlet:0.1"),
+        ("sma", "split=iid"),
+        ("sma", "split=dirichlet:0.1"),
+    ]
+
+
+def test_keys_that_name_no_contender_compete_as_they_are():
+    keys = [{"size": 1, "mode": "a"}, {"size": 2, "mode": "a"}]
+    contest = Contest(keys)
+    assert [contest.contender(key) for key in keys] == ["size=1", "size=2"]
+    assert contest.setting(keys[0]) == ""
+
+
+def test_a_legend_switches_and_starts_with_as_many_as_can_be_told_apart():
+    figures = PageFigures()
+    number = figures.open_set((f"<{index}>", index) for index in range(SHOWN_SERIES + 3))
+    legend = figures.legend(number)
+    assert legend.count('aria-pressed="false"') == 3
+    assert "&lt;0&gt;" in legend
+    assert "<0>" not in legend
+
+
+def test_one_series_needs_no_legend_and_one_choice_no_tabs():
+    figures = PageFigures()
+    number = figures.open_set([("alone", 0)])
+    assert figures.legend(number) == figures.tabs(number, "along", ["step"]) == ""
 
 
 def drawn(plots, report, *others):
-    figures = Figures()
+    figures = PageFigures()
     shown = [
         Shown(item, label, number)
         for number, (item, label) in enumerate(zip((report, *others), "AB", strict=False))
@@ -80,7 +129,7 @@ def test_no_scaling_curve_of_one_number_of_ranks_or_of_words(keys):
     rows = [samples.row(key, "speed", "1/s", "higher", [[1.0]]) for key in keys]
     shown = [Shown(samples.report("scaling", rows))]
     assert scaling_groups(shown) == []
-    assert scaling_plots(shown, Figures(), {}) == ""
+    assert scaling_plots(shown, PageFigures(), {}) == ""
 
 
 def test_two_reports_share_the_colours_of_contenders_and_differ_in_dashes():
@@ -110,7 +159,7 @@ def test_values_over_decades_get_a_logarithmic_axis_that_owns_up_to_zeros():
 
 
 def test_percentiles_are_of_times_with_enough_samples():
-    figures = Figures()
+    figures = PageFigures()
     times = samples.latencies().rows
     rate = Row(key={}, metric="rate", unit="1/s", direction="higher", starts=[[1.0] * 100])
     few = Row(key={"few": 1}, metric="latency", unit="s", direction="lower", starts=[[1.0] * 5])
@@ -119,3 +168,27 @@ def test_percentiles_are_of_times_with_enough_samples():
     (view,) = figures.plots[0]["views"]
     assert [line["series"] for line in view["lines"]] == [0, 1, 2]
     assert all(line["x"] == sorted(line["x"]) for line in view["lines"])
+
+
+def test_each_strategy_has_a_map_in_one_scale_and_a_sentence():
+    figures = PageFigures()
+    content = wait_plots([Shown(samples.training())], figures)
+    sync, pair = figures.plots
+    assert sync["names"] == ["0", "1", "2", "3"]
+    assert sync["longest"] == pair["longest"]
+    assert all(sync["values"][rank][rank] is None for rank in range(4))
+    assert all(sync["values"][rank][1] > 10 * sync["values"][rank][2] for rank in (0, 3))
+    assert "of waiting in all, 87% for rank 1" in content
+
+
+def test_where_nobody_waited_the_map_says_so():
+    key = {"rank": 0, "waited_for": 1}
+    report = samples.report("training", [samples.row(key, "waited", "s", "lower", [[0.0]])])
+    figures = PageFigures()
+    assert "Nobody waited." in wait_plots([Shown(report)], figures)
+    assert figures.plots[0]["longest"] == 0.0
+
+
+def test_waits_without_whom_are_no_map():
+    report = samples.report("training", [samples.row({"rank": 0}, "waited", "s", "lower", [[1.0]])])
+    assert wait_plots([Shown(report)], PageFigures()) == ""
