@@ -50,8 +50,6 @@ from shoal.bench.workers import (
 )
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
-from shoal.data.splits import IID, check_split
-from shoal.topology import make_topology
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +124,7 @@ class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
     splits: Annotated[
         tuple[str, ...],
         flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,..."),
-    ] = (IID, "dirichlet:0.1")
+    ] = ("iid", "dirichlet:0.1")
     seeds: Annotated[
         int | None,
         flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS)),
@@ -171,7 +169,7 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     task: Task = "digits"
     model: Model = "small-mlp"
     contenders: tuple[Contender, ...] = ()
-    splits: tuple[str, ...] = (IID,)
+    splits: tuple[str, ...] = ("iid",)
     num_workers: int = 8
     device: DeviceKind = "cpu"
     workers_per_machine: int | None = None
@@ -205,6 +203,8 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"--target-accuracy {self.target_accuracy} is no share of the examples.",
                 next_step="give a number up to 1, for example 0.95.",
             )
+        from shoal.data.splits import check_split
+
         for split in self.splits:
             check_split(split)
 
@@ -289,6 +289,8 @@ class TrickSettings(msgspec.Struct, frozen=True):
     workers_per_machine: int | None = None
 
     def __post_init__(self) -> None:
+        from shoal.topology import make_topology
+
         make_topology(self.topology, self.num_workers, self.workers_per_machine or self.num_workers)
 
     @property

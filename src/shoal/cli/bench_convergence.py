@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from shoal.bench.contenders import Device, device_of
 from shoal.cli.bench_common import (
     JsonFile,
     Outputs,
@@ -16,7 +17,7 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_trained import Device, device_of
+from shoal.cli.flags import with_flags
 from shoal.core import UsageError
 from shoal.report.tables import emit
 
@@ -34,6 +35,7 @@ MIXTURE_ONLY = (
 )
 
 
+@with_flags()
 def convergence(
     context: typer.Context,
     model: Annotated[
