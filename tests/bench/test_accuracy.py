@@ -4,14 +4,14 @@ import pytest
 from bench.sample_crews import FakeCrew
 from shoal.bench.accuracy import (
     AccuracyConfig,
+    AccuracyCourse,
+    AccuracyRun,
     AccuracyScenario,
-    Course,
-    Look,
-    Run,
+    Evaluation,
     bytes_moved,
     where_reached,
 )
-from shoal.bench.accuracy_contenders import Contender, strategy_contenders
+from shoal.bench.contenders import Contender, strategy_contenders
 from shoal.bench.frame import Measured, MeasuredCurve
 from shoal.core import BenchmarkError, UsageError
 
@@ -27,7 +27,7 @@ CONFIG = AccuracyConfig(
 
 
 def look(seconds=1.0, accuracy=0.5, mean=0.6, loss=0.1, moved=(("exchange", (10, 10)),)):
-    return Look(seconds, dict(moved), accuracy, 0.25, mean, loss)
+    return Evaluation(seconds, dict(moved), accuracy, 0.25, mean, loss)
 
 
 def by_name(told, kind):
@@ -50,7 +50,7 @@ def test_a_target_is_reached_once():
 @pytest.fixture
 def course():
     """Three evaluations of two workers, of which the second is the slower one."""
-    course = Course(Run(1, Contender("pair", "pair"), "iid"))
+    course = AccuracyCourse(AccuracyRun(1, Contender("pair", "pair"), "iid"))
     course.add(0, [look(0.0, mean=0.1, moved=()), look(0.0, accuracy=0.05, moved=())])
     course.add(2, [look(1.0, mean=0.5), look(2.0, accuracy=0.3)])
     course.add(4, [look(2.0, mean=0.7), look(1.0, accuracy=0.4)])
@@ -88,7 +88,7 @@ def test_a_target_that_was_not_reached_is_no_row_and_no_failure(course):
 
 
 def test_bytes_that_the_group_does_not_see_are_not_told(course):
-    course.run = Run(1, Contender("ddp", "ddp"), "iid")
+    course.run = AccuracyRun(1, Contender("ddp", "ddp"), "iid")
     told = list(course.told(CONFIG))
     assert ("bytes_sent", "ddp", "iid") not in by_name(told, Measured)
     assert all("bytes" not in curve.points for curve in by_name(told, MeasuredCurve).values())

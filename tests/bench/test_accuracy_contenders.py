@@ -1,6 +1,7 @@
 import pytest
 
-from shoal.bench.accuracy_contenders import ALL, TRICKS, TrickSettings, strategy_contenders, trick_contenders
+from shoal.bench.accuracy import ALL, TRICKS, TrickSettings, trick_contenders
+from shoal.bench.contenders import strategy_contenders
 from shoal.core import UsageError
 
 SETTINGS = TrickSettings(steps=900, num_workers=8, topology="ring")

@@ -1,9 +1,9 @@
 import msgspec
 import pytest
 
-from shoal.bench.accuracy import METRICS, AccuracyConfig
-from shoal.bench.accuracy_contenders import TrickSettings, strategy_contenders, trick_contenders
-from shoal.bench.accuracy_summary import accuracy_items, changes_of, headline, summarize_accuracy
+from shoal.bench.accuracy import METRICS, AccuracyConfig, TrickSettings, trick_contenders
+from shoal.bench.accuracy_tables import accuracy_items, changes_of, headline, summarize_accuracy
+from shoal.bench.contenders import strategy_contenders
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import Table
 

@@ -2,9 +2,16 @@ import msgspec
 import pytest
 import torch
 
-from shoal.bench.accuracy import NUM_TESTS, AccuracyConfig, Run
-from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.accuracy_worker import School, beginner, examples_of, parts_of
+from shoal.bench.accuracy import (
+    NUM_TESTS,
+    AccuracyConfig,
+    AccuracyRun,
+    AccuracyWorker,
+    beginner,
+    examples_of,
+    parts_of,
+)
+from shoal.bench.contenders import Contender
 from shoal.bench.workers import Place
 
 ALONE = Contender("all-reduce", "all-reduce")
@@ -13,11 +20,11 @@ CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "diri
 
 @pytest.fixture
 def school(tmp_path):
-    return School(Place(0, 1, "key", str(tmp_path)), CONFIG)
+    return AccuracyWorker(Place(0, 1, "key", str(tmp_path)), CONFIG)
 
 
 def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):
-    before = school.begin(msgspec.to_builtins(Run(1, ALONE, "iid")))
+    before = school.begin(msgspec.to_builtins(AccuracyRun(1, ALONE, "iid")))
     after = school.train(num_steps=80)
     assert before.seconds == 0.0
     assert before.accuracy < 0.5 < 0.8 < after.accuracy
@@ -33,7 +40,7 @@ def test_each_run_begins_with_what_the_first_began_with(school):
     school.warm_up()
     looks = []
     for number in (1, 2):
-        school.begin(msgspec.to_builtins(Run(number, ALONE, "dirichlet:0.1")))
+        school.begin(msgspec.to_builtins(AccuracyRun(number, ALONE, "dirichlet:0.1")))
         looks.append(school.train(num_steps=10))
         school.finish()
     assert looks[0].mean_loss == looks[1].mean_loss

@@ -6,9 +6,20 @@ import msgspec
 import pytest
 from torch import distributed
 
-from shoal.bench.ddp import DdpConfig, DdpScenario, Stage, bucket_size_of, numbered, options_of, skew, sweep
-from shoal.bench.ddp_summary import ddp_items, encode_ddp
-from shoal.bench.ddp_worker import Bench, iteration_s
+from shoal.bench.ddp import (
+    DdpConfig,
+    DdpScenario,
+    DdpWorker,
+    SweepStage,
+    bucket_size_of,
+    ddp_items,
+    encode_ddp,
+    iteration_s,
+    numbered,
+    options_of,
+    skew,
+    sweep,
+)
 from shoal.bench.frame import RunSettings, run_benchmark
 from shoal.bench.workers import Place
 from shoal.core import BenchmarkError, UsageError
@@ -172,7 +183,7 @@ def alone(tmp_path):
 
     def alone(**changed):
         place = Place(0, 1, "test-ddp", str(tmp_path))
-        return Bench(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
+        return DdpWorker(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
 
     return alone
 
@@ -196,7 +207,7 @@ def test_a_lone_worker_has_torchs_wrapper_around_its_model(alone, monkeypatch):
 
 
 def test_the_wrapper_uses_the_backend_that_its_group_has_opened(alone, monkeypatch):
-    monkeypatch.setattr(Bench, "_is_usual", False)
+    monkeypatch.setattr(DdpWorker, "_is_usual", False)
     assert len(alone().measure("small-mlp", 1, "ddp-gloo")) == 3
     assert not distributed.is_initialized()
 
@@ -230,8 +241,8 @@ def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkey
 
 
 def test_a_stage_knows_whether_something_is_wrapped_around_the_model():
-    assert Stage("no ddp", 1).is_alone
-    assert not Stage("1M/1G", 1).is_alone
+    assert SweepStage("no ddp", 1).is_alone
+    assert not SweepStage("1M/1G", 1).is_alone
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 
-from shoal.bench.ddp import DdpConfig, options_of
-from shoal.bench.ddp_summary import (
+from shoal.bench.ddp import (
+    DdpConfig,
     ddp_items,
     encode_ddp,
     header_lines,
+    options_of,
     slowest_rank,
     summarize_ddp,
     table_lines,

@@ -1,7 +1,7 @@
 import pytest
 
 from shoal import data
-from shoal.cli import bench_accuracy as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.doctor import machine
 

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.accuracy_contenders import Contender, strategy_contenders
 from shoal.bench.compare_workers import RealContest
-from shoal.bench.contenders import needs_servers, sends_by_itself
+from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
 from shoal.bench.frame import Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError

@@ -162,6 +162,54 @@ def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
     return asked or 1
 
 
+class Contender(msgspec.Struct, frozen=True):
+    """One way of training."""
+
+    name: str
+    strategy: str
+    options: dict[str, Any] = {}
+    base: str = ""
+    """The contender that it differs from by a trick alone."""
+    trick: str = ""
+
+
+def strategy_contenders(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender, ...]:
+    """Strategies, each a name and perhaps options of its own: 'neighbor topology=ring'.
+
+    `common` options go to all that know them, and yield to a strategy's own; UsageError for one that nobody
+    knows.
+    """
+    labels = {" ".join(text.split()): text.split() for text in texts}
+    if not labels:
+        raise UsageError(
+            "There is no strategy to train with.", next_step="name one: --strategies all-reduce."
+        )
+    shares = shares_of([name for name, *_ in labels.values()], common)
+    return tuple(
+        contender_of(label, name, shares[name] | _own_options(label, words))
+        for label, (name, *words) in labels.items()
+    )
+
+
+def _own_options(label: str, words: Sequence[str]) -> dict[str, str]:
+    own = {}
+    for word in words:
+        option, is_there, value = word.partition("=")
+        if not is_there or not option:
+            raise UsageError(
+                f"{word!r} in {label!r} sets nothing.", next_step="say --strategies 'neighbor topology=ring'."
+            )
+        own[option.replace("-", "_")] = value
+    return own
+
+
+def contender_of(
+    name: str, strategy: str, options: Mapping[str, Any], base: str = "", trick: str = ""
+) -> Contender:
+    """With all options that the strategy has, checked."""
+    return Contender(name, strategy, all_options(strategy, options), base, trick)
+
+
 # --- devices ---
 
 

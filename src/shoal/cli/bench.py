@@ -15,6 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from shoal.bench import training_by_hand
+from shoal.bench.accuracy import AccuracyFlags, accuracy_config, fetch_data
+from shoal.bench.accuracy_tables import accuracy_items, summarize_accuracy
 from shoal.bench.collectives import (
     CollectivesFlags,
     collectives_config,
@@ -30,6 +32,15 @@ from shoal.bench.convergence import (
     free_bytes,
     memory_text,
     summarize_convergence,
+)
+from shoal.bench.ddp import (
+    DdpFlags,
+    DdpRunFlags,
+    ddp_config,
+    ddp_items,
+    encode_ddp,
+    summarize_ddp,
+    take_part,
 )
 from shoal.bench.dht import DhtFlags, DhtRunFlags, dht_items, summarize_dht
 from shoal.bench.dht import config_of as dht_config
@@ -50,7 +61,6 @@ from shoal.bench.scaling_tables import scaling_items, summarize_scaling
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
 from shoal.bench.training_tables import summarize_training, training_items
-from shoal.cli.bench_accuracy import accuracy
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
@@ -64,7 +74,6 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_ddp import ddp
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.output import text_stream
 from shoal.doctor import machine
@@ -231,7 +240,16 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
     run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
 
 
-app.command()(ddp)
+@app.command()
+@with_flags("short")
+def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> None:
+    """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
+    take_part(flags)
+    config = ddp_config(flags, hosts, run)
+    settings = run_settings(context, run.starts, run.seed)
+    outputs = Outputs(run.report, run.json_file, ddp_items, encode_ddp)
+    where = hosts.starter(config.num_workers)
+    run_and_tell("ddp", config, settings, summarize_ddp, outputs, run.against, where)
 
 
 @app.command()
@@ -251,7 +269,21 @@ def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: 
     run_and_tell("scaling", config, settings, summarize_scaling, outputs, run.against, where)
 
 
-app.command()(accuracy)
+@app.command()
+@with_flags("starts")
+def accuracy(context: typer.Context, flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> None:
+    """To which accuracy workers come under each strategy: over steps, seconds and bytes.
+
+    Without --strategies: BlueFog's tricks. Neighbour averaging in both orders, each plain, with a smaller
+    warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
+    """
+    config = accuracy_config(flags, hosts, run)
+    settings = run_settings(context, flags.num_starts(hosts, is_short=run.short), run.seed)
+    outputs = Outputs(run.report, run.json_file, accuracy_items)
+    where = hosts.starter(config.num_workers)
+    if where is None:
+        fetch_data(flags)
+    run_and_tell("accuracy", config, settings, summarize_accuracy, outputs, run.against, where)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
-from shoal.cli.bench_hosts import launched_size
+from shoal.bench.ranks import HostFlags
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
@@ -88,7 +88,7 @@ def run_and_tell(
     out = sys.stderr if to_stdout else sys.stdout
     with contextlib.ExitStack() as stack:
         starter = in_child if where is None else where
-        if benchmark in RANKED and launched_size() is not None:
+        if benchmark in RANKED and HostFlags().launched_size is not None:
             ranks = _join(stack, settings, against)
             if not ranks.is_first:
                 ranks.follow()

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from shoal.bench.contenders import NumServers, servers_of
 from shoal.cli.bench_common import JsonFile, Outputs, Quickly, ReportFile, run_and_tell, run_settings
-from shoal.cli.bench_trained import NumServers, servers_of
-from shoal.cli.flags import assignments, listed
+from shoal.cli.flags import assignments, listed, with_flags
 from shoal.core import UsageError
 from shoal.report import Report
 from shoal.report.storage import write_atomically
@@ -24,6 +24,7 @@ SHORT_WORKERS, SHORT_STEPS = 4, 60
 IDEAL = "ideal"
 
 
+@with_flags()
 def compare(
     context: typer.Context,
     task: Annotated[Task, typer.Option(help="What is learned.")] = "digits",

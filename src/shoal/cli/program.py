@@ -13,9 +13,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shoal._version import __version__
-from shoal.cli.bench import app as bench_app
 from shoal.cli.compare import compare
 from shoal.cli.dht import dht
 from shoal.cli.diff import diff
@@ -44,6 +44,28 @@ def kebab(token: str) -> str:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": kebab, "max_content_width": 100}
 
+
+class Benchmarks(TyperGroup):
+    """The commands of `shoal bench`, which are imported when one of them is asked for."""
+
+    @property
+    def commands(self) -> Any:
+        """All of them, by name."""
+        return _benchmarks()
+
+    @commands.setter
+    def commands(self, _: Any) -> None:
+        """Ignore those that typer knows of, which are none."""
+
+
+@functools.cache
+def _benchmarks() -> Any:
+    from shoal.cli.bench import app as bench_app
+
+    command: Any = typer.main.get_command(bench_app)
+    return command.commands
+
+
 app = typer.Typer(
     name="shoal",
     help="Train one PyTorch model on many machines, and measure every way of doing so in the same terms.",
@@ -70,7 +92,16 @@ app.command(
     epilog="Exit codes: 0 done, 2 wrong usage, 124 after --timeout, 128 + N after signal N, otherwise the "
     "code of the worker that failed.",
 )(run_program)
-app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
+app.add_typer(
+    typer.Typer(
+        cls=Benchmarks,
+        help="Measure; every benchmark saves a report.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    ),
+    name="bench",
+    context_settings=CONTEXT,
+)
 app.add_typer(keys_app, name="keys", context_settings=CONTEXT)
 
 

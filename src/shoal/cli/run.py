@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.flags import parameter_of, with_parameters
-from shoal.cli.host_flags import (
-    Hostfile,
-    NetworkInterface,
-    RemoteCwd,
-    RemotePython,
-    SshOption,
-    SshPort,
-    SshUser,
-)
+from shoal.cli.flags import parameter_of, with_flags, with_parameters
 from shoal.cli.output import say
 from shoal.core import Address, UsageError
 from shoal.core.run_options import (
@@ -31,8 +22,15 @@ from shoal.core.run_options import (
     EncryptChoice,
     Env,
     Flag,
+    Hostfile,
+    NetworkInterface,
     OptionInfo,
+    RemoteCwd,
+    RemotePython,
     RunOptions,
+    SshOption,
+    SshPort,
+    SshUser,
 )
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
@@ -69,6 +67,7 @@ def _with_strategy_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_parameters(verb, own)
 
 
+@with_flags()
 @_with_strategy_flags
 def run(
     program: Annotated[

@@ -26,7 +26,7 @@ _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 
 """Digits after the point of what the RESULT line has."""
 
 
-class Outcome:
+class AccuracyOutcome:
     """The figures of one contender on one split, one for each start."""
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Outcome:
         return statistics.fmean(self.samples[metric])
 
 
-def outcomes_of(report: Report) -> dict[str, dict[str, Outcome]]:
+def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
     """By split and contender, in the order of the report."""
-    outcomes: dict[str, dict[str, Outcome]] = {}
+    outcomes: dict[str, dict[str, AccuracyOutcome]] = {}
     for row in report.rows:
         if "contender" in row.key:
             named = outcomes.setdefault(str(row.key["split"]), {})
-            outcome = named.setdefault(str(row.key["contender"]), Outcome())
+            outcome = named.setdefault(str(row.key["contender"]), AccuracyOutcome())
             if row.error is None:
                 outcome.samples[row.metric] = row.samples
             else:
@@ -116,7 +116,7 @@ def headline(report: Report) -> list[str]:
     return sentences
 
 
-def _race(outcomes: Mapping[str, Outcome], report: Report) -> list[str]:
+def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
     """Who was first at the target, who came furthest, and who sent the least."""
     target = _percent(_target(report))
     num_starts = max(len(outcome.samples[FINAL]) for outcome in outcomes.values())
@@ -181,7 +181,7 @@ def _conditions(report: Report) -> list[str]:
     return lines
 
 
-def _split_table(split: str, named: Mapping[str, Outcome], report: Report) -> Table:
+def _split_table(split: str, named: Mapping[str, AccuracyOutcome], report: Report) -> Table:
     heads = (
         "accuracy",
         "worst worker",

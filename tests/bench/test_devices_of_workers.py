@@ -1,16 +1,17 @@
 import pytest
 
-from shoal.cli.bench_trained import (
+from shoal.bench.contenders import (
     device_of,
     has_shared_gpus,
     num_gpus,
     tell_slow_images,
     workers_device,
 )
+from shoal.bench.ranks import HostFlags
 from shoal.core import UsageError
 from shoal.doctor import machine
 
-HERE = {"device": "auto", "hosts": None, "hostfile": None}
+HERE = HostFlags()
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(mon
 
 @pytest.mark.usefixtures("two_gpus")
 def test_workers_that_share_gpus_stay_there_and_are_told(capsys):
-    assert workers_device(HERE, 2) == "cuda"
+    assert workers_device("auto", HERE, 2) == "cuda"
     assert capsys.readouterr().err == ""
-    assert workers_device(HERE, 3) == "cuda"
+    assert workers_device("auto", HERE, 3) == "cuda"
     assert capsys.readouterr().err == "3 workers share 2 GPUs.\n"
-    assert workers_device({**HERE, "device": "cpu"}, 3) == "cpu"
-    assert workers_device({**HERE, "hosts": "far:4"}, 4) == "cuda"
+    assert workers_device("cpu", HERE, 3) == "cpu"
+    assert workers_device("auto", HostFlags(hosts="far:4"), 4) == "cuda"
     assert capsys.readouterr().err == ""
 
 
@@ -55,7 +56,7 @@ def test_gpus_that_are_hidden_from_the_workers_do_not_count(monkeypatch):
     assert (num_gpus(), has_shared_gpus(HERE, 2)) == (2, False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert (num_gpus(), has_shared_gpus(HERE, 2)) == (1, True)
-    assert not has_shared_gpus({**HERE, "hosts": "far:2"}, 2)
+    assert not has_shared_gpus(HostFlags(hosts="far:2"), 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -67,7 +68,7 @@ def test_a_launcher_s_workers_share_the_gpus_of_their_own_machine(monkeypatch, c
     assert not has_shared_gpus(HERE, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert has_shared_gpus(HERE, 4)
-    assert workers_device(HERE, 4) == "cuda"
+    assert workers_device("auto", HERE, 4) == "cuda"
     assert capsys.readouterr().err == ""
 
 
