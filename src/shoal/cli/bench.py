@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -61,76 +61,42 @@ from shoal.bench.scaling_tables import scaling_items, summarize_scaling
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
 from shoal.bench.training_tables import summarize_training, training_items
-from shoal.cli.bench_common import (
-    NUM_STARTS,
-    Against,
-    JsonFile,
-    Outputs,
-    Repeats,
-    ReportFile,
-    Seed,
-    Short,
-    Starts,
-    run_and_tell,
-    run_settings,
-)
+from shoal.bench.transport import SHORT as SHORT_TRANSPORT
+from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunFlags, summarize_transport
+from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
+from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.output import text_stream
 from shoal.doctor import machine
 from shoal.report import DEFAULT_FOLDER, default_path
 from shoal.report.tables import emit, result_line, show
+from shoal.transport import Profile
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
 )
 
-CallKind = Literal["datagram", "stream"]
-
 
 @app.command()
-def transport(
-    context: typer.Context,
-    starts: Starts = None,
-    repeats: Repeats = None,
-    seed: Seed = 0,
-    short: Short = False,
-    against: Against = None,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
+@with_flags()
+def transport(context: typer.Context, flags: TransportFlags, run: TransportRunFlags) -> None:
     """Echoes between two processes, by streams, TLS and sealed datagrams, beside bare sockets."""
-    from shoal.bench.transport import SHORT, TransportConfig, summarize_transport
-
-    config = SHORT if short else TransportConfig()
-    if repeats is not None:
-        config = msgspec.structs.replace(config, repeats=repeats)
-    if starts is None:
-        starts = 1 if short else NUM_STARTS
-    settings = run_settings(context, starts, seed)
-    run_and_tell("transport", config, settings, summarize_transport, Outputs(report, json_file), against)
+    config = SHORT_TRANSPORT if run.short else TransportConfig()
+    if flags.repeats is not None:
+        config = msgspec.structs.replace(config, repeats=flags.repeats)
+    starts = 1 if run.short and "starts" not in typed_flags(context) else run.starts
+    settings = run_settings(context, starts, run.seed)
+    outputs = Outputs(run.report, run.json_file)
+    run_and_tell("transport", config, settings, summarize_transport, outputs, run.against)
 
 
 @app.command()
-def virtual(
-    context: typer.Context,
-    peers: Annotated[int, typer.Option(min=2, help="Peers in the world.")] = 200,
-    calls_per_s: Annotated[int, typer.Option(min=1, help="Calls of each peer in a simulated second.")] = 3,
-    seconds: Annotated[int, typer.Option(min=1, help="Simulated seconds.")] = 600,
-    profile: Annotated[str, typer.Option(help="The network: a preset's name or a TOML file.")] = "wan",
-    kind: Annotated[CallKind, typer.Option(help="How they call.")] = "datagram",
-    starts: Annotated[int, typer.Option(help="Worlds, each in a process of its own.")] = 1,
-    seed: Seed = 0,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
+@with_flags("short", "against")
+def virtual(context: typer.Context, config: VirtualConfig, run: VirtualRunFlags) -> None:
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
-    from shoal.bench.virtual import VirtualConfig, summarize_virtual
-    from shoal.transport import Profile
-
-    Profile.load(profile)  # complains before anything is started
-    config = VirtualConfig(peers, calls_per_s, seconds, profile, kind)
-    settings = run_settings(context, starts, seed)
-    run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
+    Profile.load(config.profile)  # complains before anything is started
+    settings = run_settings(context, run.starts, run.seed)
+    run_and_tell("virtual", config, settings, summarize_virtual, Outputs(run.report, run.json_file))
 
 
 _LATEST = {"true": "--latest", "false": "--no-latest"}
