@@ -1,7 +1,7 @@
 """A crew without processes, for scenarios that are told what workers answer."""
 
 
-class FakeCrew:
+class FakeWorkers:
     """Notes what it is asked for; how workers answer, and which orders of `failing` break them, is left."""
 
     failing = ()
@@ -9,7 +9,7 @@ class FakeCrew:
     def __init__(self, settings):
         self.is_running = False
         self.orders = []
-        self.hired = []
+        self.helpers = []
         type(self).latest = self
 
     def __enter__(self):
@@ -18,5 +18,5 @@ class FakeCrew:
     def __exit__(self, *_):
         pass
 
-    def hire(self, helper):
-        self.hired.append(helper)
+    def start_helper(self, helper):
+        self.helpers.append(helper)

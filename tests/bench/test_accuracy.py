@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bench.sample_crews import FakeCrew
+from bench.sample_crews import FakeWorkers
 from shoal.bench.accuracy import (
     AccuracyConfig,
     AccuracyCourse,
@@ -94,7 +94,7 @@ def test_bytes_that_the_group_does_not_see_are_not_told(course):
     assert all("bytes" not in curve.points for curve in by_name(told, MeasuredCurve).values())
 
 
-class LearningCrew(FakeCrew):
+class LearningCrew(FakeWorkers):
     """Two workers that learn by the number; `failing` orders of the contenders that it names break it."""
 
     def ask(self, order, run=None, num_steps=0):
@@ -115,14 +115,14 @@ class LearningCrew(FakeCrew):
 
 def told_by(config):
     scenario = AccuracyScenario(msgspec.to_builtins(config), 3)
-    scenario.open_crew = LearningCrew
+    scenario.open_workers = LearningCrew
     return list(scenario.run(lambda _: None))
 
 
 def test_an_order_of_many_steps_has_as_long_as_other_benchmarks_give():
     opened = []
     scenario = AccuracyScenario(msgspec.to_builtins(CONFIG), 3)
-    scenario.open_crew = lambda settings: opened.append(settings) or LearningCrew(settings)
+    scenario.open_workers = lambda settings: opened.append(settings) or LearningCrew(settings)
     assert list(scenario.run(lambda _: None))
     assert opened[0].answer_s >= 1800
 
@@ -133,7 +133,7 @@ def test_every_contender_is_trained_on_every_split():
     assert len([key for key in rows if key[0] == "final_accuracy"]) == 6
     once = ["begin", ("train", 2), ("train", 2), ("train", 1), "finish"]
     assert LearningCrew.latest.orders == ["ready", *once * 6]
-    assert not LearningCrew.latest.hired
+    assert not LearningCrew.latest.helpers
 
 
 @pytest.mark.parametrize("moment", ["begin", "train", "finish"])
@@ -155,8 +155,8 @@ def test_one_that_diverges_is_a_row_and_the_crew_goes_on():
 def test_parameter_servers_are_hired_before_the_workers_look_for_them():
     contender = Contender("ps", "ps")
     told_by(msgspec.structs.replace(CONFIG, contenders=(contender,), num_servers=2))
-    assert [helper.name for helper in LearningCrew.latest.hired] == ["server 0", "server 1"]
-    role = LearningCrew.latest.hired[1].arguments
+    assert [helper.name for helper in LearningCrew.latest.helpers] == ["server 0", "server 1"]
+    role = LearningCrew.latest.helpers[1].arguments
     assert role["server"] == 1
     assert role["config"]["seed"] == 3
 

@@ -3,7 +3,7 @@ import select
 
 import pytest
 
-from shoal.bench.workers import Crew, CrewSettings, Helper, child
+from shoal.bench.workers import Helper, LocalWorkers, WorkerSettings, child
 from shoal.core import BenchmarkError
 
 
@@ -13,7 +13,7 @@ def _tests_are_importable(monkeypatch, request):
 
 
 def crew(**settings):
-    return Crew(CrewSettings("bench.sample_workers:work", 2, **settings))
+    return LocalWorkers(WorkerSettings("bench.sample_workers:work", 2, **settings))
 
 
 def is_alive(pid):
@@ -79,7 +79,7 @@ def test_workers_end_with_the_block_that_an_error_leaves():
 
 def test_a_helper_takes_no_orders_and_ends_with_the_workers():
     with crew() as workers:
-        workers.hire(Helper("bench.sample_workers:stand_by", "the helper", {"word": "ahoy"}))
+        workers.start_helper(Helper("bench.sample_workers:stand_by", "the helper", {"word": "ahoy"}))
         (helper,) = workers._helpers
         assert helper.expect() == {"rank": -1, "size": 2, "word": "ahoy"}
         assert workers.ask("describe") == [[0, None], [1, None]]
@@ -88,7 +88,7 @@ def test_a_helper_takes_no_orders_and_ends_with_the_workers():
 
 def test_a_helper_is_killed_when_a_worker_fails():
     with crew() as workers:
-        workers.hire(Helper("bench.sample_workers:stand_by", "the helper"))
+        workers.start_helper(Helper("bench.sample_workers:stand_by", "the helper"))
         (helper,) = workers._helpers
         with pytest.raises(BenchmarkError, match=r"rank 1 of 2 failed"):
             workers.ask("fail", who=1)
@@ -97,7 +97,7 @@ def test_a_helper_is_killed_when_a_worker_fails():
 
 def test_a_helper_that_fails_is_named_and_nobody_waits_for_it():
     with crew() as workers:
-        workers.hire(Helper("bench.sample_workers:not_there", "the helper"))
+        workers.start_helper(Helper("bench.sample_workers:not_there", "the helper"))
         with pytest.raises(BenchmarkError, match=r"the helper failed: AttributeError"):
             workers.ask("fail", who=None)
         assert not workers.is_running

@@ -84,7 +84,7 @@ def test_skew_is_of_each_iteration():
     assert skew([[1.0, 2.0], [1.5, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
 
 
-class FakeCrew:
+class FakeWorkers:
     """Workers on paper: `hosts` by rank; a stage of `fails_at` ranks ends them all."""
 
     def __init__(self, hosts, fails_at=None):
@@ -132,13 +132,13 @@ class FakeCrew:
 def run(crew, **changed):
     config = msgspec.structs.replace(TINY, num_workers=len(crew.hosts), num_iters=2, **changed)
     scenario = DdpScenario(msgspec.to_builtins(config), 0)
-    scenario.open_crew = lambda settings: contextlib.nullcontext(crew)
+    scenario.open_workers = lambda settings: contextlib.nullcontext(crew)
     told = []
     return list(scenario.run(told.append)), told
 
 
 def test_all_ranks_are_pooled_one_after_another_and_their_skew_is_kept():
-    crew = FakeCrew(["a"] * 2)
+    crew = FakeWorkers(["a"] * 2)
     rows, _ = run(crew)
     found = {(row.metric, row.key["label"]): row for row in rows}
     assert list(found) == [
@@ -159,7 +159,7 @@ def test_all_ranks_are_pooled_one_after_another_and_their_skew_is_kept():
 
 
 def test_a_stage_that_fails_is_a_row_and_new_workers_are_warmed_up():
-    crew = FakeCrew(["a"] * 3, fails_at=2)
+    crew = FakeWorkers(["a"] * 3, fails_at=2)
     rows, told = run(crew)
     assert [row.key["label"] for row in rows if row.error] == ["1M/2G"]
     assert next(row.error for row in rows if row.error) == "rank 1 failed. Badly."
@@ -169,7 +169,7 @@ def test_a_stage_that_fails_is_a_row_and_new_workers_are_warmed_up():
 
 
 def test_machines_are_compared_with_the_first():
-    rows, told = run(FakeCrew(["a", "b", "odd"]))
+    rows, told = run(FakeWorkers(["a", "b", "odd"]))
     alike = {row.key["host"]: row for row in rows if row.metric == "like_machine_0"}
     assert alike["b"].samples == [1.0]
     assert alike["odd"].samples == [0.0]

@@ -49,7 +49,7 @@ class StandInCrew:
 
 def measure(config, crew, told=None):
     scenario = make_scenario("scaling", msgspec.to_builtins(config), 0)
-    scenario.open_crew = crew
+    scenario.open_workers = crew
     return list(scenario.run(lambda text: told.append(text) if told is not None else None))
 
 

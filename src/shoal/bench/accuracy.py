@@ -39,13 +39,13 @@ from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, RowKe
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     Answers,
-    Crew,
-    CrewSettings,
     Helper,
-    OpenCrew,
+    LocalWorkers,
+    OpenWorkers,
     Parent,
     Place,
     Workers,
+    WorkerSettings,
     one_line,
 )
 from shoal.core import BenchmarkError, UsageError
@@ -342,7 +342,7 @@ def trick_contenders(settings: TrickSettings) -> tuple[Contender, ...]:
 
 
 class AccuracyRun(msgspec.Struct, frozen=True):
-    """One contender on one split; `number` tells it from all others of the crew."""
+    """One contender on one split; `number` tells it from all others."""
 
     number: int
     contender: Contender
@@ -450,43 +450,43 @@ class AccuracyScenario:
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), AccuracyConfig), seed=seed)
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
         """One run after another; one that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
+        settings = WorkerSettings(
             "shoal.bench.accuracy:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         pairs = [(split, contender) for split in config.splits for contender in config.contenders]
-        with self.open_crew(settings) as crew:
+        with self.open_workers(settings) as workers:
             tell(f"{config.num_workers} workers load {config.task}")
-            crew.ask("ready")
+            workers.ask("ready")
             for number, (split, contender) in enumerate(pairs, 1):
                 run = AccuracyRun(number, contender, split)
                 tell(f"{number} of {len(pairs)}: {contender.name}, {split}")
                 try:
-                    yield from self._train(crew, run).told(config)
+                    yield from self._train(workers, run).told(config)
                 except BenchmarkError as error:
                     tell(f"{contender.name}, {split} failed: {one_line(error)}")
                     yield _measured(FINAL, run.key, error=one_line(error))
 
-    def _train(self, crew: Workers, run: AccuracyRun) -> AccuracyCourse:
+    def _train(self, workers: Workers, run: AccuracyRun) -> AccuracyCourse:
         config, course = self._config, AccuracyCourse(run)
         for server in range(config.num_servers if run.needs_servers else 0):
             role = msgspec.to_builtins(AccuracyServer(run, server, config))
-            crew.hire(Helper("shoal.bench.accuracy:serve_parameters", f"server {server}", role))
+            workers.start_helper(Helper("shoal.bench.accuracy:serve_parameters", f"server {server}", role))
         step = 0
-        evaluations = crew.ask("begin", run=msgspec.to_builtins(run))
+        evaluations = workers.ask("begin", run=msgspec.to_builtins(run))
         try:
             course.add(step, msgspec.convert(evaluations, list[Evaluation]))
             while step < config.steps:
                 num_steps = min(config.eval_every, config.steps - step)
                 step += num_steps
-                course.add(step, msgspec.convert(crew.ask("train", num_steps=num_steps), list[Evaluation]))
+                course.add(step, msgspec.convert(workers.ask("train", num_steps=num_steps), list[Evaluation]))
         finally:
-            if crew.is_running:
-                crew.ask("finish")
+            if workers.is_running:
+                workers.ask("finish")
         return course
 
 

@@ -24,7 +24,7 @@ import msgspec
 from shoal.bench.contenders import DeviceKind, device_of, synchronize
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, Crew, CrewSettings, OpenCrew, Place, Workers, one_line
+from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
 from shoal.core.run_options import flag
@@ -244,34 +244,34 @@ def _on_hosts(hosts: HostFlags) -> tuple[tuple[int, int], ...]:
 
 
 class CollectivesScenario:
-    """One start: a crew for each number of workers, or for each number of machines."""
+    """One start: workers for each number of workers, or for each number of machines."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.convert(dict(config), CollectivesConfig)
         self._seed = seed
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
-        for settings, key in self._crews_between_machines() if self._config.machines else self._crews():
+        for settings, key in self._settings_between_machines() if self._config.machines else self._settings():
             where = _place_text(int(key.get("machines", 0)), int(key["workers"]))
-            with self.open_crew(settings) as crew:
+            with self.open_workers(settings) as workers:
                 for op in self._config.ops or OPS:
                     for size_bytes in self._config.sizes if op != "barrier" else (0,):
                         of = f" of {size_text(size_bytes)}" if size_bytes else ""
                         tell(f"{where} on {device}: {op}{of}")
                         yield from self._measure(
-                            crew, op, {"device": device, **key, "size_bytes": size_bytes}
+                            workers, op, {"device": device, **key, "size_bytes": size_bytes}
                         )
 
-    def _crews(self) -> Iterator[tuple[CrewSettings, RowKey]]:
+    def _settings(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
         for num_workers in self._config.workers:
             arguments = {"device": self._config.device}
-            settings = CrewSettings("shoal.bench.collectives:work", num_workers, arguments)
+            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, arguments)
             yield settings, {"workers": num_workers}
 
-    def _crews_between_machines(self) -> Iterator[tuple[CrewSettings, RowKey]]:
+    def _settings_between_machines(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
         config = self._config
         function = "shoal.bench.collectives:work_between_machines"
         for machines, workers in config.machines:
@@ -284,11 +284,11 @@ class CollectivesScenario:
                 "seed": self._seed,
             }
             yield (
-                CrewSettings(function, machines * workers, arguments, _ANSWER_S),
+                WorkerSettings(function, machines * workers, arguments, _ANSWER_S),
                 key if config.profile is None else {**key, "profile": config.profile},
             )
 
-    def _measure(self, crew: Workers, op: str, key: RowKey) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, op: str, key: RowKey) -> Iterator[Measured]:
         size_bytes = int(key["size_bytes"])
         repeats = self._config.repeats or usual_repeats(size_bytes, self._config.device)
         num_rounds = min(_ROUNDS, repeats)
@@ -298,7 +298,7 @@ class CollectivesScenario:
             "calls_per_sample": self._config.num_back_to_back,
         }
         try:
-            answers = crew.ask("measure", op=op, size_bytes=size_bytes, **details)
+            answers = workers.ask("measure", op=op, size_bytes=size_bytes, **details)
         except BenchmarkError as error:
             for via in self._config.encryptions if self._config.machines else (GROUP,):
                 yield _row(op, _key_of(key, via), error=one_line(error))

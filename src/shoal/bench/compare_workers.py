@@ -1,7 +1,7 @@
 """A contest of `shoal compare` with real processes: the jobs of virtual time, under links held back alike.
 
 A step takes as long as the world says: the worker sleeps what its own computing has left of that. Models go
-to the parent, a `RealContest`, in files of the crew's folder.
+to the parent, a `RealContest`, in files of the workers' folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import Answers, Crew, CrewSettings, Helper, Parent, Place, one_line
+from shoal.bench.workers import Answers, Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
@@ -42,10 +42,10 @@ class RealContest:
     """Processes that do one job after another; a context manager. Started by the first job."""
 
     def __init__(self, num_workers: int) -> None:
-        settings = CrewSettings("shoal.bench.compare_workers:work", num_workers, answer_s=_ANSWER_S)
+        settings = WorkerSettings("shoal.bench.compare_workers:work", num_workers, answer_s=_ANSWER_S)
         self._num_workers = num_workers
         self._stack = contextlib.ExitStack()
-        self._crew = self._stack.enter_context(Crew(settings))
+        self._crew = self._stack.enter_context(LocalWorkers(settings))
         self._num_jobs = 0
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class RealContest:
             self._crew.ask("ready", errand=plain)
         for server in range(errand.world.num_servers):
             role = {"errand": plain, "server": server}
-            self._crew.hire(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
+            self._crew.start_helper(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
         return self._crew.ask("train", errand=plain)
 
     def _check(self, job: Job, world: World) -> None:
@@ -123,7 +123,7 @@ def _log(told: StoredLog) -> WorkerLog:
 
 
 class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
-    """One job of a crew; `number` tells it from all others."""
+    """One job of the workers; `number` tells it from all others."""
 
     number: int
     job: Job

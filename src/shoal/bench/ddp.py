@@ -37,7 +37,7 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, Crew, CrewSettings, OpenCrew, Place, Workers, one_line
+from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.bench.workers import Backend as TorchBackend
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
@@ -323,25 +323,25 @@ class DdpScenario:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), DdpConfig), seed=seed)
         self._num_groups = 0
         self._warm_model: str | None = None
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Model by model; a stage that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
+        settings = WorkerSettings(
             "shoal.bench.ddp:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
-        with self.open_crew(settings) as crew:
-            places = crew.ask("place")
-            yield from self._compare_machines(crew, [place["host_id"] for place in places], tell)
+        with self.open_workers(settings) as workers:
+            places = workers.ask("place")
+            yield from self._compare_machines(workers, [place["host_id"] for place in places], tell)
             stages = sweep(numbered([place["machine"] for place in places]))
             for model, stage in itertools.product(config.models, stages):
-                yield from self._measure(crew, model, stage, tell)
+                yield from self._measure(workers, model, stage, tell)
 
-    def _compare_machines(self, crew: Workers, hosts: list[str], tell: Tell) -> Iterator[Measured]:
+    def _compare_machines(self, workers: Workers, hosts: list[str], tell: Tell) -> Iterator[Measured]:
         if len({*hosts}) == 1:
             return
-        machines = [machine for machine in crew.ask("machine") if machine is not None]
+        machines = [machine for machine in workers.ask("machine") if machine is not None]
         for number, machine in enumerate(machines[1:], start=1):
             different = [name for name in COMPARED if machine[name] != machines[0][name]]
             key = {"machine": number, "host": machine["machine"], "differs_in": ", ".join(different)}
@@ -349,14 +349,14 @@ class DdpScenario:
             if "topology" in different:
                 tell(f"{machine['machine']} is built otherwise:\n{machine['topology']}")
 
-    def _warm_up(self, crew: Workers, model: str, tell: Tell) -> None:
+    def _warm_up(self, workers: Workers, model: str, tell: Tell) -> None:
         """Everybody alone; what is slow about a first time is over then."""
-        if self._warm_model != model or not crew.is_running:
+        if self._warm_model != model or not workers.is_running:
             tell(f"{model}: warming up")
-            crew.ask("warm_up", model=model)
+            workers.ask("warm_up", model=model)
             self._warm_model = model
 
-    def _measure(self, crew: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Measured]:
         config = self._config
         key = {
             "model": model,
@@ -368,9 +368,9 @@ class DdpScenario:
         self._num_groups += 1
         group_name = None if stage.is_alone else f"ddp-{self._num_groups}"
         try:
-            self._warm_up(crew, model, tell)
+            self._warm_up(workers, model, tell)
             tell(f"{model}: {stage.label}")
-            times_s = crew.ask(
+            times_s = workers.ask(
                 "measure",
                 among=stage.num_ranks,
                 model=model,

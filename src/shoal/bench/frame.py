@@ -91,8 +91,8 @@ class Noted(msgspec.Struct, kw_only=True):
 class Scenario(Protocol):
     """One thing that a benchmark measures.
 
-    One whose workers a launcher may have started opens them by its attribute `open_crew`, an `OpenCrew`,
-    which is `crew.Crew` unless one has.
+    One whose workers a launcher may have started opens them by its attribute `open_workers`, an
+    `OpenWorkers`, which is `LocalWorkers` unless one has.
     """
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:

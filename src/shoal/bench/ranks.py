@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.bench.workers import Answers, CrewSettings, Helper, Place, Workers, open_worker
+from shoal.bench.workers import Answers, Helper, Place, Workers, WorkerSettings, open_worker
 from shoal.core import BenchmarkError, PeerLost, UsageError
 from shoal.core.placement import Placement
 from shoal.core.run_options import (
@@ -140,10 +140,10 @@ class HostFlags(msgspec.Struct, frozen=True, kw_only=True):
         return open_hosts(self.hosts, self.hostfile, ssh)
 
 
-class RankCrew:
-    """The ranks of a group as a crew, as rank 0 sees it."""
+class LaunchedWorkers:
+    """The ranks of a group as workers, as rank 0 sees them."""
 
-    def __init__(self, control: Group, settings: CrewSettings) -> None:
+    def __init__(self, control: Group, settings: WorkerSettings) -> None:
         self._control = control
         self._settings = settings
         self._worker = RankWorker(control)
@@ -159,7 +159,7 @@ class RankCrew:
             self._start()
         return self._tell(_ASK, {"order": order, "details": details}, among)
 
-    def hire(self, helper: Helper) -> None:
+    def start_helper(self, helper: Helper) -> None:
         """Nothing: whoever needs it says that it is not there."""
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Ranks:
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""
         scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
-        vars(scenario)["open_crew"] = self._open_crew
+        vars(scenario)["open_workers"] = self._open_workers
         tell_rows(scenario, receive)
 
     def end(self) -> None:
@@ -281,10 +281,10 @@ class Ranks:
             _share(self._control, {"kind": _END})
 
     @contextlib.contextmanager
-    def _open_crew(self, settings: CrewSettings) -> Iterator[Workers]:
-        crew = RankCrew(self._control, settings)
-        yield crew
-        crew.close()
+    def _open_workers(self, settings: WorkerSettings) -> Iterator[Workers]:
+        workers = LaunchedWorkers(self._control, settings)
+        yield workers
+        workers.close()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, Crew, CrewSettings, OpenCrew, Place, Workers, one_line
+from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -348,32 +348,33 @@ class PointSpeeds(msgspec.Struct):
 
 
 class ScalingScenario:
-    """One start: a crew that trains at each point in turn."""
+    """One start: workers that train at each point in turn."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), ScalingConfig), seed=seed)
         self._num_opened = 0
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
         """Every point in turn; one that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
+        settings = WorkerSettings(
             "shoal.bench.scaling:work",
             config.crew_size or max(config.num_workers),
             msgspec.to_builtins(config),
             _ANSWER_S,
         )
         rows: list[Measured] = []
-        with self.open_crew(settings) as crew:
+        with self.open_workers(settings) as workers:
             for batch_size in config.batch_sizes:
-                alone = self._measure_alone(crew, batch_size, tell)
+                alone = self._measure_alone(workers, batch_size, tell)
                 for num_workers in dict.fromkeys((1, *sorted(config.num_workers))):
                     place = ScalingPoint(NONE, batch_size, num_workers)
                     by_strategy = {}
                     if num_workers in config.num_workers:
                         by_strategy = {
-                            name: self._measure(crew, place.under(name), tell) for name in config.strategies
+                            name: self._measure(workers, place.under(name), tell)
+                            for name in config.strategies
                         }
                     if num_workers == 1:
                         alone += [speeds for kept in by_strategy.values() for speeds in kept.ceilings]
@@ -381,56 +382,56 @@ class ScalingScenario:
                     yield from found
                     rows += found
             metric = PROCESSORS[config.device]
-            yield from processor_rows(metric, crew.ask("machine"), config.num_workers)
+            yield from processor_rows(metric, workers.ask("machine"), config.num_workers)
             if config.device == "cpu" and config.should_predict:
-                found = self._mixings(crew)
+                found = self._mixings(workers)
                 yield from found
                 rows += found
         if config.should_predict:
             yield from predicted_curves(config, rows, tell)
 
-    def _mixings(self, crew: Workers) -> list[Measured]:
+    def _mixings(self, workers: Workers) -> list[Measured]:
         """How long workers take to add one model to another, all at once."""
         return [
             _measured(
                 MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)]
             )
             for count in self._config.num_workers
-            if (answers := crew.ask("mix", among=count))
+            if (answers := workers.ask("mix", among=count))
         ]
 
-    def _measure_alone(self, crew: Workers, batch_size: int, tell: Tell) -> list[Speeds]:
+    def _measure_alone(self, workers: Workers, batch_size: int, tell: Tell) -> list[Speeds]:
         point = ScalingPoint(NONE, batch_size, 1)
-        if (error := self._open(crew, point)) is not None:
+        if (error := self._open(workers, point)) is not None:
             raise BenchmarkError(error)
         tell(f"{point}: Running warmup...")
-        self._warm_up(crew, point)
+        self._warm_up(workers, point)
         tell(f"{point}: Running benchmark...")
         speeds = []
         for number in range(self._config.num_iters):
-            speeds.append(self._iterate(crew, point))
+            speeds.append(self._iterate(workers, point))
             tell(f"{point}: {iteration_text(number, speeds[-1][0])}")
         return speeds
 
-    def _measure(self, crew: Workers, point: ScalingPoint, tell: Tell) -> PointSpeeds:
+    def _measure(self, workers: Workers, point: ScalingPoint, tell: Tell) -> PointSpeeds:
         kept = PointSpeeds()
         beside = point.under(NONE)
         try:
-            kept.error = self._refusal(point) or self._open(crew, beside) or self._open(crew, point)
+            kept.error = self._refusal(point) or self._open(workers, beside) or self._open(workers, point)
             if kept.error is None:
-                crew.ask("attach", among=point.num_workers, strategy=point.strategy)
+                workers.ask("attach", among=point.num_workers, strategy=point.strategy)
                 tell(f"{point}: Running warmup...")
-                self._warm_up(crew, beside)
-                self._warm_up(crew, point)
+                self._warm_up(workers, beside)
+                self._warm_up(workers, point)
                 tell(f"{point}: Running benchmark...")
                 for number in range(self._config.num_iters):
                     order = (point, beside) if number % 2 == 0 else (beside, point)
-                    found = {which: self._iterate(crew, which) for which in order}
+                    found = {which: self._iterate(workers, which) for which in order}
                     kept.speeds.append(found[point])
                     kept.ceilings.append(found[beside])
                     tell(f"{point}: {iteration_text(number, found[point][0])}")
-                self._trace(crew, point, tell)
-                crew.ask("close", among=point.num_workers, strategy=point.strategy)
+                self._trace(workers, point, tell)
+                workers.ask("close", among=point.num_workers, strategy=point.strategy)
         except BenchmarkError as error:
             kept = PointSpeeds(error=one_line(error))
         if kept.error is not None:
@@ -442,31 +443,31 @@ class ScalingScenario:
             return f"{point.strategy} sends by itself, so that no profile can slow it down."
         return None
 
-    def _open(self, crew: Workers, point: ScalingPoint) -> str | None:
+    def _open(self, workers: Workers, point: ScalingPoint) -> str | None:
         """Why it cannot be, where all or some of the workers say so at once."""
         self._num_opened += 1
-        errors = crew.ask(
+        errors = workers.ask(
             "open", among=point.num_workers, number=self._num_opened, point=msgspec.to_builtins(point)
         )
         said = [error for error in errors if error is not None]
         if said:
-            crew.ask("close", among=point.num_workers, strategy=point.strategy)
+            workers.ask("close", among=point.num_workers, strategy=point.strategy)
         return said[0] if said else None
 
-    def _warm_up(self, crew: Workers, point: ScalingPoint) -> None:
-        crew.ask("warm_up", among=point.num_workers, strategy=point.strategy)
+    def _warm_up(self, workers: Workers, point: ScalingPoint) -> None:
+        workers.ask("warm_up", among=point.num_workers, strategy=point.strategy)
 
-    def _iterate(self, crew: Workers, point: ScalingPoint) -> Speeds:
-        answers = crew.ask("iterate", among=point.num_workers, strategy=point.strategy)
+    def _iterate(self, workers: Workers, point: ScalingPoint) -> Speeds:
+        answers = workers.ask("iterate", among=point.num_workers, strategy=point.strategy)
         num_images = point.batch_size * self._config.num_batches_per_iter
         return [num_images / seconds for seconds in answers]
 
-    def _trace(self, crew: Workers, point: ScalingPoint, tell: Tell) -> None:
+    def _trace(self, workers: Workers, point: ScalingPoint, tell: Tell) -> None:
         if self._config.trace_folder is None:
             return
         name = f"{point.strategy}-batch{point.batch_size}-np{point.num_workers}"
         file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
-        crew.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
+        workers.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
         tell(f"{point}: traced in {file}")
 
 

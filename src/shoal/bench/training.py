@@ -41,13 +41,13 @@ from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measure
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     Answers,
-    Crew,
-    CrewSettings,
     Helper,
-    OpenCrew,
+    LocalWorkers,
+    OpenWorkers,
     Parent,
     Place,
     Workers,
+    WorkerSettings,
     one_line,
 )
 from shoal.core import BenchmarkError, UsageError
@@ -330,60 +330,60 @@ class TrainingServer(msgspec.Struct, frozen=True):
 
 
 class TrainingScenario:
-    """One start: a crew that trains in pairs of blocks."""
+    """One start: workers that train in pairs of blocks."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), TrainingConfig), seed=seed)
         self._measured = {name: StrategyBlocks() for name in self._config.strategies}
         self._iterations: dict[str, int | None] = {}
         self._sleep_s = 0.0
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
+        settings = WorkerSettings(
             "shoal.bench.training:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         for name, kept in self._measured.items():
             if kept.error is not None:
                 tell(f"{name} failed: {kept.error}")
-        with self.open_crew(settings) as crew:
+        with self.open_workers(settings) as workers:
             for number in range(config.num_pairs):
-                self._prepare(crew, tell)
+                self._prepare(workers, tell)
                 tell(f"pair {number + 1} of {config.num_pairs}")
                 for name in self._standing():
-                    self._prepare(crew, tell)
+                    self._prepare(workers, tell)
                     if self._measured[name].error is None:
-                        self._measure_pair(crew, name, number, tell)
+                        self._measure_pair(workers, name, number, tell)
             yield from sorted(self._rows(), key=lambda row: list(METRICS).index(row.metric))
 
     def _standing(self) -> list[str]:
         """The strategies that have not failed."""
         return [name for name, kept in self._measured.items() if kept.error is None]
 
-    def _prepare(self, crew: Workers, tell: Tell) -> None:
-        """Attach and warm up everything, in a crew that has not been started or has lost somebody."""
-        while not crew.is_running and self._standing():
-            self._attach(crew, NONE, tell)
+    def _prepare(self, workers: Workers, tell: Tell) -> None:
+        """Attach and warm up everything, where workers have not been started or one was lost."""
+        while not workers.is_running and self._standing():
+            self._attach(workers, NONE, tell)
             for name in self._standing():
                 try:
-                    self._attach(crew, name, tell)
+                    self._attach(workers, name, tell)
                 except BenchmarkError as error:
                     self._give_up(name, error, tell)
                     break
 
-    def _attach(self, crew: Workers, name: str, tell: Tell) -> None:
+    def _attach(self, workers: Workers, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
         for server in range(self._config.num_servers if needs_servers(name) else 0):
             role = msgspec.to_builtins(TrainingServer(name, server, self._config))
-            crew.hire(Helper("shoal.bench.training:serve_parameters", f"server {server}", role))
-        crew.ask("attach", strategy=name)
-        blocks = self._block(crew, name, self._config.num_warmup)
+            workers.start_helper(Helper("shoal.bench.training:serve_parameters", f"server {server}", role))
+        workers.ask("attach", strategy=name)
+        blocks = self._block(workers, name, self._config.num_warmup)
         times_s = [statistics.median(block.times_s) for block in blocks]
         if name == NONE and self._config.slow_rank is not None:
             self._sleep_s = 0.0
-            pace = self._block(crew, NONE, None)[self._config.slow_rank]
+            pace = self._block(workers, NONE, None)[self._config.slow_rank]
             self._sleep_s = statistics.median(pace.times_s) * (self._config.slow_factor - 1)
         if is_free_running(name, self._config.options):
             self._iterations[name] = None
@@ -394,13 +394,13 @@ class TrainingScenario:
             local_steps = self._config.options.get(name, {}).get("local_steps") or 1
             self._iterations[name] = -(-wanted // local_steps) * local_steps
 
-    def _measure_pair(self, crew: Workers, name: str, number: int, tell: Tell) -> None:
+    def _measure_pair(self, workers: Workers, name: str, number: int, tell: Tell) -> None:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
         try:
-            measured = {who: self._block(crew, who, self._iterations[who]) for who in order}
+            measured = {who: self._block(workers, who, self._iterations[who]) for who in order}
             if self._config.slow_rank is not None:
                 sleep_s, self._sleep_s = self._sleep_s, 0.0
-                self._measured[name].evens.append(self._block(crew, name, self._iterations[name]))
+                self._measured[name].evens.append(self._block(workers, name, self._iterations[name]))
                 self._sleep_s = sleep_s
         except BenchmarkError as error:
             self._give_up(name, error, tell)
@@ -408,8 +408,8 @@ class TrainingScenario:
         self._measured[name].blocks.append(measured[name])
         self._measured[name].ceilings.append(measured[NONE])
 
-    def _block(self, crew: Workers, name: str, iterations: int | None) -> Blocks:
-        answers = crew.ask(
+    def _block(self, workers: Workers, name: str, iterations: int | None) -> Blocks:
+        answers = workers.ask(
             "block",
             strategy=name,
             iterations=iterations,

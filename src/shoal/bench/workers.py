@@ -5,9 +5,9 @@ and its `Parent`; both sides talk in lines of JSON. A child ends when the functi
 until its parent has had enough calls `parent.wait_for_end()`, or takes orders with `parent.receive()` until
 there are no more.
 
-`Crew` starts workers that take part in one group and gives them orders in lock-step. A worker is a function,
-called with its `Place`, its arguments and a stack for what it opens; it returns what it does for each order.
-`ranks` has the same for processes that a launcher has started, here or on other hosts.
+`LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
+function, called with its `Place`, its arguments and a stack for what it opens; it returns what it does for
+each order. `ranks` has the same for processes that a launcher has started, here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -259,9 +259,9 @@ class Place(msgspec.Struct, frozen=True):
     """-1 for a helper, which is beside the workers."""
     size: int
     key: str
-    """Tells this crew from all others."""
+    """Tells these workers from all others."""
     folder: str = ""
-    """For files that the crew shares; it goes with the crew. Empty where a launcher has started the
+    """For files that the workers share; it goes with them. Empty where a launcher has started the
     workers."""
     machines: tuple[int, ...] = ()
     """The machine of each rank, where a launcher has started them."""
@@ -444,7 +444,7 @@ class Place(msgspec.Struct, frozen=True):
 # --- workers in lock-step ---
 
 
-class CrewSettings(msgspec.Struct, frozen=True):
+class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
@@ -466,7 +466,7 @@ class Helper(msgspec.Struct, frozen=True):
 
 
 class Workers(Protocol):
-    """A crew, as scenarios see it."""
+    """The workers of a start, as its scenario sees them."""
 
     @property
     def is_running(self) -> bool:
@@ -475,25 +475,25 @@ class Workers(Protocol):
     def ask(self, order: str, *, among: int | None = None, **details: Any) -> list[Any]:
         """The answers of the first `among` workers, or of all, by rank."""
 
-    def hire(self, helper: Helper) -> None:
+    def start_helper(self, helper: Helper) -> None:
         """Start a process beside the workers."""
 
 
-class OpenCrew(Protocol):
-    """How a scenario gets its crew: `Crew` itself, or what `ranks` puts in its place."""
+class OpenWorkers(Protocol):
+    """How a scenario gets its workers: `LocalWorkers` itself, or what `ranks` puts in its place."""
 
-    def __call__(self, settings: CrewSettings) -> contextlib.AbstractContextManager[Workers]:
-        """The crew, for as long as a block lasts."""
+    def __call__(self, settings: WorkerSettings) -> contextlib.AbstractContextManager[Workers]:
+        """Give the workers for as long as a block lasts."""
 
 
-class Crew:
+class LocalWorkers:
     """The workers, as the process sees them that gives the orders; a context manager.
 
     They are started by the first order. Once one of them has failed all are ended, and the next order starts
     them afresh: `is_running` tells whether they still know what they were told.
     """
 
-    def __init__(self, settings: CrewSettings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._children: list[Child] = []
         self._helpers: list[Child] = []
@@ -525,7 +525,7 @@ class Crew:
             worker.order(order=order, details=details)
         return self._gather(lambda worker: worker.expect()["answer"], f"'{order}'", len(asked))
 
-    def hire(self, helper: Helper) -> None:
+    def start_helper(self, helper: Helper) -> None:
         """Start a process for as long as the workers are there; it is killed with them when one fails.
 
         Its failure is one of the order that is under way then, or of the next.
@@ -537,12 +537,12 @@ class Crew:
             "place": {"rank": -1, **self._place},
             "arguments": helper.arguments,
         }
-        hired = _tuned_child("run_helper", arguments, helper.name)
-        self._helpers.append(self._stack.enter_context(hired))
+        started = _tuned_child("run_helper", arguments, helper.name)
+        self._helpers.append(self._stack.enter_context(started))
 
     def _start(self) -> None:
         settings = self._settings
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-crew-"))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-"))
         key = f"bench-{secrets.token_hex(8)}"
         self._place = {"size": settings.size, "key": key, "folder": folder}
         for rank in range(settings.size):
