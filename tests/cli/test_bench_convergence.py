@@ -4,7 +4,7 @@ import pytest
 
 from shoal import data
 from shoal.bench import convergence
-from shoal.cli import bench_convergence as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.doctor.machine import Memory
 
@@ -19,7 +19,7 @@ def call(monkeypatch, capsys):
         module, "run_and_tell", lambda _, config, settings, *rest: asked.append((config, settings))
     )
     monkeypatch.setattr(data, "mnist", lambda train, folder: None)
-    monkeypatch.setattr(module, "device_of", lambda device: "cpu" if device == "auto" else device)
+    monkeypatch.setattr(convergence, "device_of", lambda device: "cpu" if device == "auto" else device)
 
     def call(*arguments, free_bytes=PLENTY):
         monkeypatch.setattr(convergence, "memory", lambda: Memory(free_bytes, free_bytes))

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from cli.test_top_jobs import hide_other_jobs
 from core.boards import note
 from shoal.cli.program import run
 from shoal.cli.top import JobSource, _lines
@@ -15,6 +16,7 @@ from shoal.core.board import pin
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hide_other_jobs(monkeypatch)
 
 
 def put(run_name="job", **fields):
@@ -102,7 +104,7 @@ with strategy.attach(model, optimizer):
 def test_it_starts_without_torch():
     code = (
         "import sys; from shoal.cli.program import run; from shoal.cli import top_view, status\n"
-        "assert run(['top', '--once']) == 1; assert 'torch' not in sys.modules"
+        "assert run(['top', 'no-such-run', '--once']) == 1; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,14 +13,27 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
+from shoal.bench.contenders import DeviceChoice, device_of
+from shoal.bench.frame import (
+    Direction,
+    Measured,
+    MeasuredCurve,
+    Metrics,
+    Noted,
+    RowKey,
+    RunFlags,
+    Tell,
+    measured,
+)
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.core.run_options import flag
 from shoal.doctor.machine import memory
 from shoal.report import Curve, Report
 from shoal.report.curves import BEHIND, STALENESS
@@ -56,10 +69,23 @@ TRAINERS, EXPERTS = "trainers", "experts"
 _COUNTED = re.compile(r"^(?:(\d+)/\d+ )?.*: (\d+) of \d+$")
 
 
+NUM_SEEDS = 3
+_LAYER_DIMS = {"dmoe": 512, "large-ffn": 1024}
+_SHORT_STEPS = 1024
+_MIXTURE_ONLY = (
+    "num_experts",
+    "num_active",
+    "failure_rate",
+    "backward_failure_rate",
+    "update_every_inputs",
+    "update_every_steps",
+)
+
+
 class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, and with how many seeds: `seed` and those after it."""
 
-    num_seeds: int = 3
+    num_seeds: int = NUM_SEEDS
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +120,110 @@ class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True
         """The settings of one run."""
         fields = {name: getattr(self, name) for name in MixtureSettings.__struct_fields__}
         return MixtureSettings(**{**fields, "seed": seed})
+
+
+_USUAL = MixtureSettings()
+
+
+class ConvergenceFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench convergence`."""
+
+    model: Annotated[
+        Literal["dmoe", "large-ffn"], flag("A mixture of experts in each layer, or one large network.")
+    ] = _USUAL.model
+    num_experts: Annotated[int, flag("In each layer.", ge=1)] = _USUAL.num_experts
+    num_layers: Annotated[int, flag("Mixtures, or blocks of the large network.", ge=1)] = _USUAL.num_layers
+    num_active: Annotated[int, flag("Experts that a sample goes through in a layer.", ge=1)] = (
+        _USUAL.num_active
+    )
+    layer_dim: Annotated[
+        int | None, flag("Of what goes from layer to layer.", ge=1, shown="512; large-ffn 1024")
+    ] = None
+    batch_size: Annotated[int, flag("Of each trainer.", ge=1)] = _USUAL.batch_size
+    num_trainers: Annotated[int, flag("That share the model.", ge=1)] = _USUAL.num_trainers
+    delay_ms: Annotated[
+        float, flag("Mean delay of an update, exponential (Weibull of shape 1) once a step.", ge=0)
+    ] = _USUAL.delay_ms
+    compute_ms: Annotated[
+        float | None,
+        flag(
+            "Virtual time from a trainer's update to its next gradient; of a step under the lock of "
+            "--faithful.",
+            ge=0,
+            shown="14200; large-ffn 1900; --faithful 240 and 45",
+        ),
+    ] = None
+    window_ms: Annotated[
+        float | None,
+        flag(
+            "Trainers whose computing ends within it read the same parameters; 0: none do.",
+            ge=0,
+            shown="so long that about twelve do, three without a delay",
+        ),
+    ] = None
+    failure_rate: Annotated[
+        float, flag("Chance that an expert does not answer for a sample.", ge=0, le=1)
+    ] = _USUAL.failure_rate
+    backward_failure_rate: Annotated[
+        float, flag("Chance that its gradient does not reach it.", ge=0, le=1)
+    ] = _USUAL.backward_failure_rate
+    steps: Annotated[int | None, flag("Updates of all trainers together.", ge=1, shown=f"{_USUAL.steps}")] = (
+        None
+    )
+    eval_every: Annotated[
+        int | None, flag("Updates from one evaluation to the next.", ge=1, shown=f"{_USUAL.eval_every}")
+    ] = None
+    learning_rate: Annotated[float, flag("Of Adam with AMSGrad.", "--lr", "--learning-rate", ge=0)] = (
+        _USUAL.learning_rate
+    )
+    update_every_inputs: Annotated[
+        int | None, flag("Inputs after which an expert updates.", ge=1, shown="--batch-size")
+    ] = None
+    update_every_steps: Annotated[
+        int, flag("Training steps after which an expert updates with fewer inputs.", ge=1)
+    ] = _USUAL.update_every_steps
+    faithful: Annotated[
+        bool,
+        flag(
+            "As the original: gate not trained, experts' gradients not delayed, failures in evaluation too, "
+            "one lock."
+        ),
+    ] = False
+    seeds: Annotated[int | None, flag("Independent runs.", ge=1, shown=f"{NUM_SEEDS}")] = None
+    device: Annotated[DeviceChoice, flag("Where workers compute; auto: on a GPU, if there is one.")] = "auto"
+    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
+    force: Annotated[bool, flag("Try it even if memory seems too small.")] = False
+
+
+class ConvergenceRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark, with the first seed of the original."""
+
+    seed: Annotated[int, flag("Of the first run; each further one adds 1.")] = _USUAL.seed
+
+
+def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[str, str]) -> ConvergenceConfig:
+    """Make of the flags what is trained; UsageError for those `typed` that mean nothing to the model."""
+    unfit = [typed[name] for name in _MIXTURE_ONLY if name in typed] if flags.model == "large-ffn" else []
+    if unfit:
+        raise UsageError(
+            f"{unfit[0]} is of mixtures of experts, and large-ffn has none.",
+            next_step="leave it out, or say --model dmoe.",
+        )
+    same = [name for name in ConvergenceFlags.__struct_fields__ if name in MixtureSettings.__struct_fields__]
+    steps = flags.steps or (_SHORT_STEPS if run.short else _USUAL.steps)
+    resolved = {
+        "layer_dim": flags.layer_dim or _LAYER_DIMS[flags.model],
+        "steps": steps,
+        "eval_every": flags.eval_every or min(_USUAL.eval_every, max(1, steps // 4)),
+        "device": device_of(flags.device),
+    }
+    return ConvergenceConfig(
+        **{**{name: getattr(flags, name) for name in same}, **resolved},
+        is_faithful=flags.faithful,
+        seed=run.seed,
+        num_seeds=flags.seeds or (1 if run.short else NUM_SEEDS),
+        data_dir=None if flags.data_dir is None else str(flags.data_dir.absolute()),
+    ).resolved()
 
 
 class SeedCourse(msgspec.Struct, frozen=True, kw_only=True):

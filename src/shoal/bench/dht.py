@@ -15,21 +15,21 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.dht_hosts import BenchSwarm, Details, ProcessFleet, Totals, VirtualFleet, dht_settings
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
-from shoal.core.virtual import run_virtual
-from shoal.dht.settings import DHTSettings
-from shoal.dht.uids import UidPattern
+from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.statistics import percentiles
 from shoal.report.views import Items
-from shoal.transport import Profile
+
+if TYPE_CHECKING:
+    from shoal.bench.dht_hosts import BenchSwarm, Details
+    from shoal.dht.settings import DHTSettings
 
 # --- what it is told ---
 
@@ -114,6 +114,8 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> DHTSettings:
         """The DHT settings that every peer has."""
+        from shoal.bench.dht_hosts import dht_settings
+
         return dht_settings(self.wait_timeout_s)
 
     @property
@@ -123,6 +125,8 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.profile is not None:
+            from shoal.transport import Profile
+
             Profile.load(self.profile)  # complains before anything is started
         if self.num_peers < 2 or not 1 <= self.num_processes <= self.num_peers or self.initial_peers < 1:
             raise UsageError(
@@ -141,6 +145,94 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 cause=f"records live for at most {self.settings.max_lifetime_s:g} s (max_lifetime_s).",
                 next_step=f"give at most {self.settings.max_lifetime_s:g}.",
             )
+
+
+class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench dht`, by the names that the document's users type; those of a mode say so."""
+
+    mode: Annotated[
+        Literal["experts", "keys"] | None,
+        flag(
+            "Declare and look up experts, or store and get keys while peers die.",
+            shown="experts; keys with --virtual",
+        ),
+    ] = None
+    num_peers: Annotated[
+        int | None, flag("Peers in the swarm.", ge=2, shown="32, keys: 16, --virtual: 1000")
+    ] = None
+    initial_peers: Annotated[int | None, flag("Peers that a new one joins by.", ge=1, shown="1, keys: 4")] = (
+        None
+    )
+    num_processes: Annotated[
+        int | None,
+        flag(
+            "Processes that peers are spread over; experts: and one for the two that ask (8 peers or more).",
+            ge=1,
+            shown="the cores",
+        ),
+    ] = None
+    expiration: Annotated[
+        float | None, flag("Seconds that a record lives, a week at most.", ge=0.001, shown="300")
+    ] = None
+    wait_timeout: Annotated[
+        float | None,
+        flag("Seconds after which a request has failed.", ge=0.001, shown="3, the DHT's own"),
+    ] = None
+    increase_file_limit: Annotated[bool, flag("Allow as many open sockets as the peers need.")] = False
+    num_experts: Annotated[int | None, flag("experts: drawn at random.", ge=1, shown="256")] = None
+    expert_batch_size: Annotated[int | None, flag("experts: at once.", ge=1, shown="32")] = None
+    wait_after_request: Annotated[
+        float | None, flag("experts: seconds after each declared batch.", ge=0, shown="0")
+    ] = None
+    wait_before_read: Annotated[
+        float | None, flag("experts: seconds before the look-ups.", ge=0, shown="0")
+    ] = None
+    num_keys: Annotated[
+        int | None,
+        flag("keys: store so many, then kill, then get all; instead of rounds.", ge=1, shown=False),
+    ] = None
+    total_num_rounds: Annotated[
+        int | None,
+        flag("keys: one key each, stored and got; peers die along the way.", ge=1, shown="16"),
+    ] = None
+    num_store_peers: Annotated[
+        int | None, flag("keys: store a subkey each.", ge=1, shown="8; 1 with --num-keys")
+    ] = None
+    num_get_peers: Annotated[int | None, flag("keys: get each key.", ge=1, shown="8; 1 with --num-keys")] = (
+        None
+    )
+    num_threads: Annotated[int | None, flag("keys: keys at once.", ge=1, shown="10")] = None
+    failure_rate: Annotated[
+        float | None,
+        flag("keys: share of peers that is killed.", ge=0, le=1, shown="0.1; --virtual: 0"),
+    ] = None
+    delay: Annotated[float | None, flag("keys: seconds between store and get.", ge=0, shown="0")] = None
+    wait_after_iteration: Annotated[
+        float | None,
+        flag(
+            "keys: seconds of rest after each --num-threads rounds, before the next are stored.",
+            ge=0,
+            shown="0",
+        ),
+    ] = None
+    latest: Annotated[
+        bool | None,
+        flag(
+            "keys: ask all replicas; also --latest true, --latest false.",
+            "--latest/--no-latest",
+            shown="--latest; not with --num-keys",
+        ),
+    ] = None
+    virtual: Annotated[bool, flag("In virtual time, on simulated links.")] = False
+    profile: Annotated[
+        str | None, flag("--virtual: the network, a preset's name or a TOML file.", shown="wan")
+    ] = None
+
+
+class DhtRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark, with the document's other name of the seed."""
+
+    seed: Annotated[int, flag("Of the first start; each further one adds 1.", "--seed", "--random-seed")] = 0
 
 
 _FIELDS = {
@@ -172,12 +264,12 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
     flags = {name: value for name, value in given.items() if value is not None}
     mode = mode or (KEYS if is_virtual else EXPERTS)
     fields: dict[str, Any] = {}
-    for flag in list(flags):
-        if flag in _FIELDS:
-            owner, field = _FIELDS[flag]
+    for name in list(flags):
+        if name in _FIELDS:
+            owner, field = _FIELDS[name]
             if owner != mode:
-                raise _wrong_mode(flag, owner, mode)
-            fields[field] = flags.pop(flag)
+                raise _wrong_mode(name, owner, mode)
+            fields[field] = flags.pop(name)
     _check_time(flags, is_virtual=is_virtual)
     num_peers = flags.get("num_peers", _NUM_VIRTUAL_PEERS if is_virtual else _NUM_PEERS[mode])
     return DhtConfig(
@@ -220,9 +312,9 @@ def _check_time(flags: Mapping[str, Any], *, is_virtual: bool) -> None:
         )
 
 
-def _wrong_mode(flag: str, owner: str, mode: str) -> UsageError:
+def _wrong_mode(name: str, owner: str, mode: str) -> UsageError:
     return UsageError(
-        f"--{flag.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
+        f"--{name.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
         next_step=f"leave it out, or say --mode {owner}.",
     )
 
@@ -241,6 +333,8 @@ class DhtScenario:
         """Let it live, and tell what it took."""
         began_s = time.perf_counter()
         if self._config.profile is not None:
+            from shoal.core.virtual import run_virtual
+
             outcome = run_virtual(self._live(tell))
         else:
             with LoopThread() as loop:  # for orders alone: the peers have loops of their own
@@ -249,6 +343,8 @@ class DhtScenario:
 
     async def _live(self, tell: Tell) -> DhtOutcome:
         config = self._config
+        from shoal.bench.dht_hosts import BenchSwarm, ProcessFleet, VirtualFleet
+
         fleet = ProcessFleet(config) if config.profile is None else VirtualFleet(config, self._seed)
         async with fleet:
             swarm = BenchSwarm(fleet, config, self._seed, tell)
@@ -267,6 +363,25 @@ class DhtScenario:
 
 
 # --- what it finds out ---
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """What peers have done so far, added up."""
+
+    datagrams: int = 0
+    """Sent, greetings, acknowledgements and repeats among them; one carries several messages."""
+    size_bytes: int = 0
+    """Of those."""
+    messages: int = 0
+    """Requests that were sent (to find, to store, to answer a ping), and answers that were given."""
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        now, then = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
+        return Totals(*(late - early for late, early in zip(now, then, strict=True)))
+
+    def __add__(self, other: Totals) -> Totals:
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return Totals(*(one + another for one, another in zip(mine, theirs, strict=True)))
 
 
 @dataclass
@@ -385,7 +500,7 @@ _MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")
 
 # --- experts ---
 
-_PATTERN = UidPattern("expert", (range(1000),) * 3)
+_AXIS, _NUM_AXES = range(1000), 3  # of the grid that uids are drawn from
 
 
 async def run_experts(swarm: BenchSwarm, plan: ExpertsPlan) -> DhtOutcome:
@@ -409,7 +524,7 @@ async def run_experts(swarm: BenchSwarm, plan: ExpertsPlan) -> DhtOutcome:
 def _draw_uids(swarm: BenchSwarm, count: int) -> list[str]:
     """Uids drawn at random, each once."""
     draws = (
-        ".".join((_PATTERN.name, *(str(swarm.random.choice(axis)) for axis in _PATTERN.axes)))
+        ".".join(("expert", *(str(swarm.random.choice(_AXIS)) for _ in range(_NUM_AXES))))
         for _ in range(count)
     )
     return list(dict.fromkeys(draws))

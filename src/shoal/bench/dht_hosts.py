@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shoal.bench.dht import DhtConfig
 from types import TracebackType
 
+from shoal.bench.dht import Totals
 from shoal.bench.frame import Tell
 from shoal.dht.messages import PING, Ping
 
@@ -90,25 +91,6 @@ def simulated_places(network: MemoryNetwork) -> Callable[[int], PeerPlace]:
 # --- peers of one process ---
 
 T = TypeVar("T")
-
-
-class Totals(msgspec.Struct, frozen=True):
-    """What peers have done so far, added up."""
-
-    datagrams: int = 0
-    """Sent, greetings, acknowledgements and repeats among them; one carries several messages."""
-    size_bytes: int = 0
-    """Of those."""
-    messages: int = 0
-    """Requests that were sent (to find, to store, to answer a ping), and answers that were given."""
-
-    def __sub__(self, earlier: Totals) -> Totals:
-        now, then = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
-        return Totals(*(late - early for late, early in zip(now, then, strict=True)))
-
-    def __add__(self, other: Totals) -> Totals:
-        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return Totals(*(one + another for one, another in zip(mine, theirs, strict=True)))
 
 
 def dht_settings(wait_timeout_s: float | None) -> DHTSettings:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -26,6 +26,7 @@ from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.workers import Child, child
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.statistics import percentiles
@@ -41,6 +42,7 @@ MAX_LOOPS = 8
 PROCESSES_A_CORE = 4
 _BATCHES_AT_ONCE = 4  # that the server computes together, where neither preset nor flag says how many samples
 _FILES_A_CLIENT = 5  # a connection, and the loop of a thread
+_PRESETS = "the preset's"
 _OTHER_FILES = 256  # CUDA's own are about a hundred
 
 
@@ -117,6 +119,54 @@ class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         check_clients(self.num_clients, self.client_processes, "one client")
 
 
+class ExpertsFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench experts`; what is not given is the preset's."""
+
+    preset: Annotated[
+        str,
+        flag(
+            "default (also ffn_forward_backward), ffn_forward, ffn_small_batch, ffn_small_batch_512clients, "
+            "ffn_small_batch_512clients_32handlers, ffn_massive, minimalistic or nop.",
+            metavar="NAME",
+        ),
+    ] = "default"
+    num_experts: Annotated[int | None, flag("That the server serves.", ge=1, shown=_PRESETS)] = None
+    num_clients: Annotated[
+        int | None, flag("Each with a connection and a thread of its own.", ge=1, shown=_PRESETS)
+    ] = None
+    client_processes: Annotated[
+        int | None,
+        flag("That clients are spread over.", ge=1, shown="4 for each core, or the clients"),
+    ] = None
+    num_batches_per_client: Annotated[int | None, flag("One after another.", ge=1, shown="16")] = None
+    batch_size: Annotated[int | None, flag("Samples of a client's call.", ge=1, shown=_PRESETS)] = None
+    max_batch_size: Annotated[
+        int | None,
+        flag("Samples that the server computes at once.", ge=1, shown=f"{_PRESETS}; 4 times --batch-size"),
+    ] = None
+    hidden_dim: Annotated[int | None, flag("Of a sample.", ge=1, shown="1024")] = None
+    expert_class: Annotated[
+        str | None,
+        flag("ffn, transformer, nop, …, or package.module:factory.", metavar="NAME", shown=_PRESETS),
+    ] = None
+    backward: Annotated[
+        bool | None, flag("Train, or only ask.", "--backward/--no-backward", shown=_PRESETS)
+    ] = None
+    num_handlers: Annotated[
+        int | None,
+        flag("Network loop threads of the server.", ge=1, shown=f"{_PRESETS}, at most 8 and half the cores"),
+    ] = None
+    device: Annotated[
+        str | None, flag("Of the server: cpu, cuda, cuda:1.", shown="cuda where there is one")
+    ] = None
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16"] | None, flag("That the server computes in.", shown="fp32")
+    ] = None
+    increase_file_limit: Annotated[
+        bool, flag("Allow as many open sockets as clients need; ffn_massive does so anyway.")
+    ] = False
+
+
 def check_batches(batch_size: int, max_batch_size: int) -> None:
     """UsageError for those that no server takes."""
     if max_batch_size < batch_size:
@@ -153,7 +203,8 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
     `--num-handlers` counts as it is given; a preset's number is a bound beside the cores.
     """
     preset = preset_named(name)
-    told = {flag: value for flag, value in given.items() if flag in _FLAGS and value is not None}
+    fields = [field for field in ExpertsConfig.__struct_fields__ if field != "preset"]
+    told = {field: given[field] for field in fields if given.get(field) is not None}
     num_clients = told.get("num_clients", preset.num_clients)
     batch_size = told.get("batch_size", preset.batch_size)
     num_handlers = preset.num_handlers or max(1, num_clients // 2)
@@ -196,9 +247,6 @@ def ensure_files(config: ExpertsConfig, *, should_raise: bool) -> str | None:
             next_step=f"{'use fewer --num-clients' if should_raise else 'add --increase-file-limit'}, or run "
             f"`ulimit -n {config.num_files}` first.",
         ) from error
-
-
-_FLAGS = {field for field in ExpertsConfig.__struct_fields__ if field != "preset"}
 
 
 # --- what clients count ---

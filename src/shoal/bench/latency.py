@@ -11,7 +11,8 @@ import contextlib
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,9 +21,10 @@ from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
 from shoal.bench.workers import Child, child
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
-from shoal.report.units import digits
+from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, headline
 
 # --- what it is told ---
@@ -42,28 +44,80 @@ _FILES_A_CLIENT = 2
 _OTHER_FILES = 256
 _DRIVER_ANSWER_S = 10.0
 _CORES_A_CLIENT_PROCESS = 4
+_LONG_S = 600.0
 
 
-class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LatencyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is measured as it is asked for: each of these is a flag, and stands in the config as it is."""
+
+    block_type: Annotated[Literal["ffn", "transformer"], flag("What each layer of the model is.")] = "ffn"
+    hid_dim: Annotated[int, flag("Width of a layer.", ge=1)] = 1024
+    layers_per_gpu: Annotated[int, flag("Layers of each device, or host.", ge=1)] = 56
+    batch_size: Annotated[int, flag("Samples of a batch.", ge=1)] = 4
+    batches_for_latency: Annotated[int, flag("After one that does not count.", ge=1)] = 5
+    batches_for_throughput: Annotated[int, flag("In a run, of each client.", ge=1)] = 10
+    """One after another where one batch is under way at a time; in `fast` on a CPU, of each batch that is
+    under way."""
+    throughput_runs: Annotated[int, flag("Measured after another.", ge=1)] = 5
+    linspace_points: Annotated[int, flag("Pings from 0 to --max-ping.", ge=1)] = 10
+    jobs: Annotated[int, flag("Clients of ours at once.", "--jobs", "-j", ge=1)] = 64
+    compute_ms: Annotated[float, flag("--virtual: of one batch in one layer, forward.", ge=0.001)] = 10.0
+
+
+class LatencyFlags(LatencyOptions, frozen=True, kw_only=True):
+    """The flags of `shoal bench latency`, by the names of the document's scripts."""
+
+    gpus: Annotated[
+        list[str] | None,
+        flag(
+            "Devices, with --layers-per-gpu each; one GPU may be named twice. On a CPU: stages that share "
+            "its cores.",
+            metavar="N ...",
+            shown="all GPUs; 0 1 on a CPU",
+        ),
+    ] = None
+    max_ping: Annotated[float, flag("The longest mean delay of a layer, seconds.", ge=0)] = 0.2
+    client_processes: Annotated[
+        int | None, flag("That clients are spread over.", ge=1, shown="one for 4 cores")
+    ] = None
+    hosts: Annotated[
+        list[str] | None,
+        flag(
+            "Servers of ours, by `shoal serve`; without any, one for each device is started.",
+            metavar="HOST:PORT ...",
+        ),
+    ] = None
+    secret_file: Annotated[
+        Path | None, flag("The swarm's secret; SHOAL_SECRET where it is not given.", metavar="FILE")
+    ] = None
+    max_batch_size: Annotated[
+        int | None,
+        flag(
+            "Samples that a server computes at once.", ge=1, shown="half of a device's share of all clients"
+        ),
+    ] = None
+    passes: Annotated[
+        Literal["forward", "both"],
+        flag("Forward as the document, or also forward and backward together."),
+    ] = "forward"
+    methods: Annotated[tuple[str, ...], flag("What is measured, some of these.", metavar="NAME,...")] = (
+        METHODS
+    )
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        flag("Where layers are computed.", shown="cuda where there is one"),
+    ] = None
+    virtual: Annotated[bool, flag("Simulate it: delays take no time, and computing what is said.")] = False
+    increase_file_limit: Annotated[bool, flag("Allow as many open sockets as clients need.")] = False
+
+
+class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model of blocks in a row, who computes them, and what is measured at which pings."""
 
-    block_type: Literal["ffn", "transformer"] = "ffn"
     device: str = "cpu"
     gpus: tuple[int, ...] = (0, 1)
     """One device each, with `layers_per_gpu` blocks; one GPU may be several of them. On a CPU: stages."""
-    hid_dim: int = 1024
-    layers_per_gpu: int = 56
-    batch_size: int = 4
-    batches_for_latency: int = 5
-    """Measured ones; one more goes first and does not count."""
-    batches_for_throughput: int = 10
-    """Of a run: one after another where one batch is under way at a time; of each client otherwise, and, in
-    `fast` on a CPU, of each batch that is under way."""
-    throughput_runs: int = 5
-    linspace_points: int = 10
     max_ping_s: float = 0.2
-    jobs: int = 64
-    """Clients that ask at once."""
     client_processes: int = 1
     hosts: tuple[str, ...] = ()
     """Servers that run already; none: the benchmark starts one for each device."""
@@ -73,8 +127,6 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     passes: tuple[Passes, ...] = ("forward",)
     methods: tuple[Method, ...] = METHODS
     is_virtual: bool = False
-    compute_ms: float = 10.0
-    """Of one batch in one block, forward, in virtual time."""
 
     def __post_init__(self) -> None:
         if self.hosts and not self.is_virtual and len(self.hosts) != len(self.gpus):
@@ -135,6 +187,61 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def calls(self, passes: Passes) -> int:
         """Waits of one batch."""
         return self.num_layers * (1 if passes == "forward" else 2)
+
+
+def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:
+    """Make of the flags what is measured; `more` are values that follow the first of --gpus or --hosts."""
+    gpus, hosts = _listed_values(flags, more)
+    own = {name: getattr(flags, name) for name in LatencyOptions.__struct_fields__}
+    return config_of(
+        {
+            **own,
+            "device": flags.device,
+            "gpus": gpus,
+            "max_ping_s": flags.max_ping,
+            "client_processes": flags.client_processes,
+            "hosts": hosts,
+            "secret_file": None if flags.secret_file is None else str(flags.secret_file.absolute()),
+            "max_batch_size": flags.max_batch_size,
+            "passes": ("forward",) if flags.passes == "forward" else ("forward", "forward+backward"),
+            "methods": parsed_methods(flags.methods),
+            "is_virtual": flags.virtual,
+        }
+    )
+
+
+def _listed_values(flags: LatencyFlags, more: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Devices and hosts: after one flag, after several, or between commas; `more` follows the first value."""
+    numbers, addresses = (
+        [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+        for texts in (flags.gpus, flags.hosts)
+    )
+    for text in more:
+        if flags.gpus and text.isdecimal():
+            numbers.append(text)
+        elif flags.hosts and ":" in text:
+            addresses.append(text)
+        else:
+            raise UsageError(
+                f"{text!r} belongs to no flag.",
+                next_step="say --gpus 0 1 2 3, and --hosts HOST:PORT HOST:PORT.",
+            )
+    wrong = [number for number in numbers if not number.isdecimal()]
+    if wrong:
+        raise UsageError(f"--gpus {wrong[0]} is no device.", next_step="give numbers: --gpus 0 1 2 3.")
+    return tuple(map(int, numbers)), tuple(addresses)
+
+
+def waiting_text(config: LatencyConfig) -> str:
+    """What the delays alone take, in words; who would wait for hours is told how not to. '' for nothing."""
+    methods, waiting_s = [name for name in config.methods if name != "fast"], config.waiting_s
+    if not methods or not waiting_s:
+        return ""
+    is_long = waiting_s >= _LONG_S
+    took = f"{waiting_s / 60:,.0f} minutes" if is_long else scale_for("s", waiting_s).format(waiting_s)
+    line = f"The delays of {' and of '.join(methods)} take about {took}{' each' * (len(methods) > 1)}."
+    advice = " --virtual takes none of it; fewer --linspace-points or --throughput-runs take less."
+    return line + advice * is_long
 
 
 def config_of(given: dict[str, Any]) -> LatencyConfig:

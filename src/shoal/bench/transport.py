@@ -16,16 +16,18 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
 from shoal.core.identity import Identity, new_secret
+from shoal.core.run_options import flag
 from shoal.report import Report
+from shoal.report.diff import MIN_STARTS
 from shoal.transport import Endpoint, Head, Membership, Reply, StreamTransport, SwarmSecret, Transport
 from shoal.transport.trust.tls import Authority, make_context
 
@@ -52,6 +54,19 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SHORT = TransportConfig(repeats=2, block_s=0.25, num_latency_calls=500, virtual_peers=50)
+
+
+class TransportFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench transport`."""
+
+    repeats: Annotated[int | None, flag("Measured blocks of each kind in a start.", ge=1, shown=False)] = None
+
+
+class TransportRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark, with as many starts as a comparison needs."""
+
+    starts: Annotated[int, flag("Independent process starts; 5 or more to compare.")] = MIN_STARTS
+    short: Annotated[bool, flag("Quickly, and one start unless told otherwise.")] = False
 
 
 def serve_echo(arguments: dict[str, Any], parent: Parent) -> None:

@@ -1,4 +1,4 @@
-"""What all commands of `shoal bench` share: their common flags, and how one is run, saved and printed."""
+"""What all commands of `shoal bench` share: how a benchmark is run, saved and printed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -21,33 +21,6 @@ from shoal.report.views import Items, diff_items, report_items
 
 if TYPE_CHECKING:
     from shoal.bench.ranks import Ranks
-
-NUM_STARTS = 5
-Starts = Annotated[
-    int | None,
-    typer.Option(help="Independent process starts; 5 or more to compare.", show_default=str(NUM_STARTS)),
-]
-Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Measured blocks of each kind in a start.", show_default=False)
-]
-Seed = Annotated[int, typer.Option(help="Of the first start; each further one adds 1.")]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help=f"Where to save; by default under {DEFAULT_FOLDER}/."),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the report's JSON there too; - is stdout."),
-]
-Against = Annotated[
-    str | None,
-    typer.Option(metavar="REF", help="A git revision or checkout to take turns with and compare to."),
-]
-
-
-Short = Annotated[bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")]
-OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
-Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
 
 
 def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
