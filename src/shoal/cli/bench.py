@@ -206,7 +206,7 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
     run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
 
 
-@app.command()
+@app.command(short_help="The sweep of PyTorch's DDP benchmark, from one worker to whole machines.")
 @with_flags("short")
 def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> None:
     """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
