@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from shoal.bench import dht_hosts
-from shoal.bench.dht import DhtConfig, ExpertsPlan, KeysPlan, config_of, dht_items, summarize_dht
+from shoal.bench.dht import DhtConfig, ExpertsPlan, KeysPlan, config_of
+from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.frame import make_scenario
 from shoal.cli.program import run
 from shoal.core import UsageError

@@ -42,8 +42,9 @@ from shoal.bench.ddp import (
     summarize_ddp,
     take_part,
 )
-from shoal.bench.dht import DhtFlags, DhtRunFlags, dht_items, summarize_dht
+from shoal.bench.dht import DhtFlags, DhtRunFlags
 from shoal.bench.dht import config_of as dht_config
+from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.experts import ExpertsFlags, ensure_files, experts_items, preset_named, summarize_experts
 from shoal.bench.experts import config_of as experts_config
 from shoal.bench.frame import RunFlags

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -33,10 +33,13 @@ from shoal.core.identity import Identity, default_identity_path, state_folder
 from shoal.core.loop import SWITCH_INTERVAL_S, LoopThread, new_event_loop
 from shoal.core.placement import num_cores
 from shoal.doctor.machine import cpu_quota, gpus, installed_version, memory, processor_name, torch_build
+from shoal.report.tables import Column, Line, Table
 
 log = logging.getLogger(__name__)
 
 Status = Literal["ok", "warn", "fail"]
+STYLES = {"warn": "yellow", "fail": "bold red"}
+"""How the terminal shows what is not ok, in rich's words."""
 
 
 class CheckResult(msgspec.Struct, frozen=True):
@@ -83,6 +86,33 @@ def run_checks(checks: Mapping[str, Callable[[], CheckResult]]) -> list[CheckRes
         took_s = time.perf_counter() - began_s
         findings.append(msgspec.structs.replace(finding, name=name, took_s=round(took_s, 3)))
     return findings
+
+
+def results_table(findings: Sequence[CheckResult]) -> Table:
+    """A row for each check; one that is not ok has its next step under it."""
+    table = Table(
+        "", (Column("check", "left"), Column("status", "left"), Column("finding", "left", wraps=True))
+    )
+    for index, finding in enumerate(findings):
+        table.rows.append((finding.name, finding.status, finding.says))
+        if finding.status != "ok":
+            note: Line = (f"Next: {finding.next_step}", STYLES[finding.status])
+            table.notes[index] = note
+    return table
+
+
+def summary_of(findings: Sequence[CheckResult]) -> str:
+    """The sentence under the table of this machine's checks."""
+    warned, failed = (
+        [finding.name for finding in findings if finding.status == status] for status in ("warn", "fail")
+    )
+    if failed:
+        return f"Shoal cannot work here yet: see {', '.join(failed)}." + (
+            f" Advice on {', '.join(warned)}." if warned else ""
+        )
+    if warned:
+        return f"Shoal works here; there is advice on {', '.join(warned)}."
+    return "Shoal works here."
 
 
 # --- what is there ---

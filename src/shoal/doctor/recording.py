@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import Address, Clock, Deadline, DeadlineExceeded, ShoalError, UsageError, fanout
+from shoal.doctor.checks import STYLES
 from shoal.doctor.joining import Member, date, failure_text, new_endpoint
+from shoal.report.tables import Column, Table
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, About, Source, Way, ask_about
 from shoal.transport.limits import KIB, MIB
@@ -253,3 +255,22 @@ def _speed(began_s: float, arrivals: list[tuple[float, int]]) -> float:
 def _round(number: float) -> float:
     """Four digits: more was not measured."""
     return float(f"{number:.4g}")
+
+
+def links_table(links: Sequence[LinkMeasurement]) -> Table:
+    """A row for each peer; under one that could not be measured, why."""
+    numbers = map(Column, ("one way p50", "p95", "loss", "Mbit/s up", "down"))
+    table = Table("", (Column("peer", "left"), *numbers, Column("calls over", "left")))
+    for index, link in enumerate(links):
+        if link.error:
+            table.rows.append((str(link.peer), *("-" * 5), "failed"))
+            table.notes[index] = (f"{link.error} Next: {link.next_step}", STYLES["fail"])
+            continue
+        delays_ms = sorted(link.delays_ms)
+        p50_ms, p95_ms = statistics.median(delays_ms), delays_ms[int(0.95 * len(delays_ms))]
+        loss = "-" if link.loss is None else f"{link.loss:.2%}"
+        speeds = ("-" if speed is None else f"{speed:,g}" for speed in (link.up_mbit_s, link.down_mbit_s))
+        table.rows.append(
+            (str(link.peer), f"{p50_ms:.3g} ms", f"{p95_ms:.3g} ms", loss, *speeds, link.way.upper())
+        )
+    return table
