@@ -107,6 +107,13 @@ def test_a_command_of_kungfus_document_measures_that_strategy_alone(call, asked,
     assert (config.num_warmup, config.iterations, config.num_pairs) == (10, 5, 7)
 
 
+def test_flags_of_kungfus_script_that_change_nothing_say_what_they_mean_here(call, asked):
+    code, _, said = call("--kungfu", "sma", "--eager", "--xla", "--optimizer", "SGD")
+    assert (code, asked["config"].strategies) == (0, ("sma",))
+    assert "--eager: PyTorch computes eagerly anyway." in said
+    assert "--xla: nothing is compiled here" in said
+
+
 @pytest.fixture
 def two_gpus(monkeypatch, asked):
     monkeypatch.setattr(machine, "default_device", lambda: "cuda")
@@ -230,6 +237,7 @@ def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked,
         ("--slow-worker", "1"),
         ("--slow-worker", "1:0.5"),
         ("--kungfu", "sync"),
+        ("--optimizer", "adam"),
         ("--kungfu", "sma", "--strategies", "sma"),
         ("--device", "cuda", "--no-cuda"),
         ("--num-servers", "2"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -52,6 +53,7 @@ from shoal.bench.workers import (
 )
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
+from shoal.report.tables import emit
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +131,11 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "auto"
     no_cuda: NoCuda = False
     fuse: Annotated[bool, flag("Accepted: what is sent is always one flat buffer, or few.")] = False
+    eager: Annotated[bool, flag("Accepted: PyTorch computes eagerly anyway.")] = False
+    xla: Annotated[bool, flag("Accepted: nothing is compiled here.")] = False
+    optimizer: Annotated[str | None, flag("Accepted: sgd, which all workers train with.", metavar="NAME")] = (
+        None
+    )
     num_warmup: Annotated[
         int | None,
         flag(
@@ -253,6 +260,7 @@ def trained_config(
     """Say what workers train, whoever starts them."""
     from shoal.models import model_named
 
+    _check_accepted(flags)
     entry = model_named(flags.model).at(flags.image_size)
     if flags.image_size is None:
         tell_slow_images(entry.image_side, device)
@@ -264,6 +272,19 @@ def trained_config(
         num_warmup=flags.num_warmup or DEFAULT_WARMUP,
         seed=seed,
     )
+
+
+def _check_accepted(flags: TrainingFlags) -> None:
+    """Say what KungFu's flags mean that change nothing here; UsageError for an optimizer that is none."""
+    if flags.optimizer is not None and flags.optimizer.lower() != "sgd":
+        raise UsageError(
+            f"--optimizer {flags.optimizer} is not measured: all workers train with SGD.",
+            next_step="leave it out.",
+        )
+    if flags.eager:
+        emit("--eager: PyTorch computes eagerly anyway.", sys.stderr)
+    if flags.xla:
+        emit("--xla: nothing is compiled here, models run as they are.", sys.stderr)
 
 
 def slow_worker(text: str | None) -> dict[str, Any]:

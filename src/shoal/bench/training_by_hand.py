@@ -47,6 +47,7 @@ STRATEGY = "parameter-server"
 DEFAULT_ITERATIONS, DEFAULT_BATCH_SIZE, DEFAULT_WARMUP = 3000, 64, 10
 BY_HAND = (
     *("model", "image_size", "strategies", "option", "batch_size", "device", "no_cuda", "fuse", "num_warmup"),
+    *("eager", "xla", "optimizer"),
     *("pairs", "iterations", "slow_worker", "ps_hosts", "worker_hosts", "job_name", "task_index", "seed"),
     *("network_interface", "report", "json_file"),
 )
