@@ -30,7 +30,7 @@ from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.statistics import percentiles
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
 
@@ -589,7 +589,7 @@ def summarize_experts(report: Report) -> dict[str, Any]:
 
 def experts_items(report: Report) -> Items:
     """The lines of each start, and what failed in any of them."""
-    items: Items = [(f"experts  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     config = msgspec.convert(report.config, ExpertsConfig)
     items += [f"Status: {_status(report)}", *_parameter_lines(config)]
     starts = _starts(report)

@@ -25,7 +25,7 @@ from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, headline
+from shoal.report.views import Items, headline, title_line
 
 # --- what it is told ---
 
@@ -689,7 +689,7 @@ def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
     items: Items = [
-        (f"latency  {report.created}  code {report.code}".rstrip(), "bold"),
+        title_line(report),
         *headline(report),
         "",
     ]
