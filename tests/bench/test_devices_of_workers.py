@@ -1,5 +1,6 @@
 import pytest
 
+from shoal.bench import contenders
 from shoal.bench.contenders import (
     device_of,
     has_shared_gpus,
@@ -41,7 +42,8 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(mon
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_workers_that_share_gpus_stay_there_and_are_told(capsys):
+def test_workers_that_share_gpus_stay_there_and_are_told(capsys, monkeypatch):
+    monkeypatch.setattr(contenders, "num_cores", lambda: 3)
     assert workers_device("auto", HERE, 2) == "cuda"
     assert capsys.readouterr().err == ""
     assert workers_device("auto", HERE, 3) == "cuda"
@@ -49,6 +51,15 @@ def test_workers_that_share_gpus_stay_there_and_are_told(capsys):
     assert workers_device("cpu", HERE, 3) == "cpu"
     assert workers_device("auto", HostFlags(hosts="far:4"), 4) == "cuda"
     assert capsys.readouterr().err == ""
+
+
+def test_workers_that_share_cores_are_told(capsys, monkeypatch):
+    monkeypatch.setattr(contenders, "num_cores", lambda: 2)
+    workers_device("cpu", HERE, 2)
+    workers_device("cpu", HostFlags(hosts="far:4"), 4)
+    assert capsys.readouterr().err == ""
+    workers_device("cpu", HERE, 3)
+    assert capsys.readouterr().err == "3 workers share 2 cores.\n"
 
 
 @pytest.mark.usefixtures("two_gpus")

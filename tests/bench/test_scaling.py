@@ -21,7 +21,7 @@ TINY = ScalingConfig(
 )
 
 
-class StandInCrew:
+class StandInWorkers:
     """Workers that take one second a batch under `none`, and two under a strategy."""
 
     is_running = True
@@ -62,7 +62,7 @@ def by_key(rows):
 
 def test_every_strategy_is_measured_with_every_number_beside_none():
     told = []
-    rows = by_key(measure(TINY, StandInCrew(), told))
+    rows = by_key(measure(TINY, StandInWorkers(), told))
     assert rows["images_per_s", NONE, 1, None].samples == [4.0] * 6
     assert rows["images_per_s", NONE, 2, None].samples == [8.0] * 4
     for name in TINY.strategies:
@@ -79,20 +79,20 @@ def test_every_strategy_is_measured_with_every_number_beside_none():
 
 
 def test_a_strategy_and_none_change_their_order_from_iteration_to_iteration():
-    crew = StandInCrew()
+    crew = StandInWorkers()
     measure(msgspec.structs.replace(TINY, num_workers=(2,), strategies=("neighbor",)), crew)
     iterations = [strategy for order, strategy, among in crew.orders if (order, among) == ("iterate", 2)]
     assert iterations == ["neighbor", NONE, NONE, "neighbor"]
 
 
 def test_one_worker_alone_is_measured_where_nobody_asks_for_it():
-    rows = by_key(measure(msgspec.structs.replace(TINY, num_workers=(2,)), StandInCrew()))
+    rows = by_key(measure(msgspec.structs.replace(TINY, num_workers=(2,)), StandInWorkers()))
     assert rows["images_per_s", NONE, 1, None].samples == [4.0, 4.0]
     assert ("images_per_s", "neighbor", 1, None) not in rows
 
 
 def test_what_cannot_be_or_breaks_is_a_row_and_the_rest_goes_on():
-    crew = StandInCrew(refused=["horovod"], broken=[("neighbor", 2)])
+    crew = StandInWorkers(refused=["horovod"], broken=[("neighbor", 2)])
     config = msgspec.structs.replace(TINY, strategies=("horovod", "neighbor", "all-reduce"))
     rows = by_key(measure(config, crew))
     assert rows["images_per_s", "horovod", 2, None].error == "it is not there."
@@ -104,12 +104,14 @@ def test_what_cannot_be_or_breaks_is_a_row_and_the_rest_goes_on():
 
 
 def test_what_sends_past_its_group_cannot_be_shaped():
-    rows = by_key(measure(msgspec.structs.replace(TINY, strategies=("ddp",), profile="lan"), StandInCrew()))
+    rows = by_key(
+        measure(msgspec.structs.replace(TINY, strategies=("ddp",), profile="lan"), StandInWorkers())
+    )
     assert "no profile" in rows["images_per_s", "ddp", 2, None].error
 
 
 def test_a_crew_may_be_larger_than_what_is_measured():
-    crew = StandInCrew()
+    crew = StandInWorkers()
     measure(msgspec.structs.replace(TINY, crew_size=4), crew)
     assert crew.settings.size == 4
     assert max(among for order, _, among in crew.orders if order == "iterate") == 2

@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-from shoal.cli.output import counted, ends_by_signal, live_line, say, text_stream, write_encoded, write_json
+from shoal.cli.output import (
+    counted,
+    ends_by_signal,
+    live_line,
+    say,
+    tell_result,
+    text_stream,
+    write_encoded,
+    write_json,
+)
 
 
 def test_json_goes_where_it_was_asked_for(capsys, tmp_path):
@@ -28,6 +37,14 @@ def test_text_makes_room_for_json(capsys):
     print("text", file=text_stream(None))
     say("said")
     assert capsys.readouterr() == ("text\nsaid\n", "text\n")
+
+
+def test_the_result_is_for_programs_and_not_for_a_terminal(capsys, monkeypatch):
+    tell_result({"x": 1}, sys.stdout)
+    assert capsys.readouterr().out == 'RESULT: {"x":1}\n'
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    tell_result({"x": 1}, sys.stdout)
+    assert capsys.readouterr().out == ""
 
 
 def test_counts_agree_with_their_nouns():

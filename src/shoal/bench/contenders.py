@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from shoal.core import UsageError
+from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor import machine
 from shoal.report.tables import emit
@@ -237,12 +238,20 @@ def workers_device(
 ) -> DeviceKind:
     """Say where the workers of a command compute, by its flags for devices and hosts.
 
-    That they share GPUs is told. UsageError as `device_of`.
+    That they share GPUs, or cores, is told. UsageError as `device_of`.
     """
     device = device_of(asked, no_cuda=no_cuda, is_here=not hosts.are_named)
     if device == "cuda" and has_shared_gpus(hosts, num_workers):
         tell_sharing(hosts, num_workers)
+    if device == "cpu" and not hosts.are_named and hosts.launched_size is None:
+        tell_sharing_cores(num_workers)
     return device
+
+
+def tell_sharing_cores(num_workers: int) -> None:
+    """Say that there are more workers than cores, where it is so: each is slower than it would be alone."""
+    if num_workers > (num_here := num_cores()):
+        emit(f"{num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
 
 
 def num_gpus() -> int:

@@ -32,7 +32,6 @@ from shoal.bench.training import (
 from shoal.core import Address, BenchmarkError, PeerLost, UsageError
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
 from shoal.report import Report, Row
-from shoal.report.tables import result_line
 from shoal.report.views import Items
 from shoal.strategies.registry import canonical
 
@@ -220,11 +219,11 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
                 yield _timed(trainee, sleep_s)
 
 
-def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> None:
-    """Be a parameter server until all workers have left, and say what it has counted."""
+def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
+    """Be a parameter server until all workers have left; its RESULT has what it has counted."""
     counted = serve(role, config, say)
     say(f"All workers have left: {counted['num_applied']} gradients of {counted['num_pushes']} applied.")
-    say(result_line({"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}))
+    return {"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}
 
 
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:

@@ -67,10 +67,10 @@ from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunF
 from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
 from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
 from shoal.cli.flags import typed_flags, with_flags
-from shoal.cli.output import text_stream
+from shoal.cli.output import tell_result, text_stream
 from shoal.doctor import machine
 from shoal.report import DEFAULT_FOLDER, default_path
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show
 from shoal.transport import Profile
 
 app = typer.Typer(
@@ -196,7 +196,7 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
         out.flush()
 
     if role.is_server:
-        training_by_hand.serve_by_hand(role, config, say_there)
+        tell_result(training_by_hand.serve_by_hand(role, config, say_there), out)
         return
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     # workers that share a folder end at the same time: each has a name of its own
@@ -207,7 +207,7 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
     run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
 
 
-@app.command()
+@app.command(short_help="The sweep of PyTorch's DDP benchmark, from one worker to whole machines.")
 @with_flags("short")
 def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> None:
     """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
@@ -227,7 +227,7 @@ def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: 
         from shoal.bench.published import published_items, published_result
 
         show(published_items(), sys.stdout)
-        emit(result_line(published_result()), sys.stdout)
+        tell_result(published_result(), sys.stdout)
         return
     config = scaling_config(flags, hosts, run)
     settings = run_settings(context, run.starts, run.seed)

@@ -13,10 +13,11 @@ import typer
 
 from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
 from shoal.bench.ranks import HostFlags
+from shoal.cli.output import tell_result
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show
 from shoal.report.views import Items, diff_items, report_items
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def run_and_tell(
             emit(encoded.decode().rstrip(), sys.stdout)
         else:
             emit(f"JSON: {write_atomically(outputs.json_file, encoded)}", out)
-    emit(result_line({**latest.result, **_took(latest), "report": str(path)}), out)
+    tell_result({**latest.result, **_took(latest), "report": str(path)}, out)
     if latest.failed:
         raise typer.Exit(1)
 

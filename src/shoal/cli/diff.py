@@ -12,11 +12,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.output import tell_result
 from shoal.core.errors import UsageError
 from shoal.report import pytorch
 from shoal.report.diff import EFFECT_PERCENT, UNDECIDED, Gate, check_gate, compare, parse_limit
 from shoal.report.storage import load, write_atomically
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show
 from shoal.report.views import diff_items, unpaired_lines
 
 
@@ -65,7 +66,7 @@ def diff(
             emit(f"Wrote {write_atomically(json_file, document)}", out)
     for reason in gate.reasons:
         emit(f"{'Not judged' if gate.exit_code == UNDECIDED else 'Failed'}: {reason}", sys.stderr)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if gate.exit_code:
         raise typer.Exit(gate.exit_code)
 

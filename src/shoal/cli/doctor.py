@@ -13,13 +13,13 @@ import typer
 
 from shoal import __version__
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
-from shoal.cli.output import JsonFile, say, text_stream, write_json
+from shoal.cli.output import JsonFile, say, tell_result, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.doctor.checks import CHECKS, CheckResult, results_table, run_checks, summary_of
 from shoal.report.storage import write_atomically
-from shoal.report.tables import WIDTH, emit, result_line, show, wrap
+from shoal.report.tables import WIDTH, emit, show, wrap
 
 if TYPE_CHECKING:
     from shoal.doctor.joining import Member
@@ -183,7 +183,7 @@ def _serve(address: Address, member: Member) -> None:
             loop.run(serve(address, member, on_ready=on_ready, on_caller=on_caller))
         except KeyboardInterrupt:
             say("")
-    emit(result_line({"num_lines": num_lines}), sys.stdout)
+    tell_result({"num_lines": num_lines}, sys.stdout)
 
 
 def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
@@ -208,7 +208,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
         "exit_code": 1 if failed else 0,
     }
     write_json({"shoal": __version__, "links": links, "result": result}, json_file)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if failed:
         raise typer.Exit(1)
 
@@ -232,6 +232,6 @@ def _tell(findings: list[CheckResult], summary: str, more: dict[str, object], js
     out = text_stream(json_file)
     show([results_table(findings), *wrap(summary, WIDTH)], out)
     write_json({"shoal": __version__, "summary": summary, "checks": findings, "result": result}, json_file)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if exit_code:
         raise typer.Exit(exit_code)

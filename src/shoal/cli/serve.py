@@ -19,12 +19,11 @@ import typer
 
 from shoal.cli.flags import parameter_of, with_parameters
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
-from shoal.cli.output import counted, ends_by_signal, live_line, say
+from shoal.cli.output import counted, ends_by_signal, live_line, say, tell_result
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
 from shoal.core.run_options import Flag, OptionInfo
 from shoal.experts.config import options
-from shoal.report.tables import emit, result_line
 from shoal.report.units import scale_for
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def serve(
             ):  # a terminal that is gone must not keep experts from being saved
                 say("Leaving: finishing what was accepted. A second signal ends it at once.")
         last = hosting.moment()
-    emit(result_line({**result, **_summary(last)}), sys.stdout)
+    tell_result({**result, **_summary(last)}, sys.stdout)
 
 
 def _path(text: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""A crew without processes, for scenarios that are told what workers answer."""
+"""Workers without processes, for scenarios that are told what workers answer."""
 
 
 class FakeWorkers:
