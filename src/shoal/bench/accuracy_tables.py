@@ -20,7 +20,7 @@ from shoal.bench.accuracy import (
 from shoal.report import Report
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
 """Digits after the point of what the RESULT line has."""
@@ -146,7 +146,7 @@ def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
 def accuracy_items(report: Report) -> Items:
     """What was equal for all, a table for each split, one of the tricks, and the headline."""
     config = report.config
-    items: Items = [(f"accuracy  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     items += [*_conditions(report), ""]
     for split, named in outcomes_of(report).items():
         items.append(_split_table(split, named, report))

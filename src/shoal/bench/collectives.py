@@ -31,7 +31,7 @@ from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 if TYPE_CHECKING:
     import torch
@@ -530,7 +530,7 @@ def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[s
 
 def collectives_items(report: Report) -> Items:
     """A table for each number of workers or machines: two times of Shoal's, gloo's, and the ratios."""
-    items: Items = [(f"collectives  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     cases = _cases(report.rows)
     for place in dict.fromkeys(case.place for case in cases):
         items.append(_table(report, {case: row for case, row in cases.items() if case.place == place}))

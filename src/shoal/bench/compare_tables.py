@@ -30,7 +30,7 @@ from shoal.report import Report
 from shoal.report.schema import label_of
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
 from shoal.transport import Profile
@@ -193,7 +193,7 @@ def amount(value: float, unit: str) -> str:
 def compare_items(report: Report) -> Items:
     """What was equal for all, the figures of each contender, the rankings, and the headline."""
     config, outcomes = read_config(report.config), outcomes_of(report)
-    items: Items = [(f"compare  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     items += [*conditions(config), ""]
     items += [_figures_table(config, outcomes), *_troubles(outcomes)]
     if any(ranking(outcomes, metric) for metric in RANKED):

@@ -39,7 +39,7 @@ from shoal.report import Curve, Report
 from shoal.report.curves import BEHIND, STALENESS
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, histogram_items
+from shoal.report.views import Items, histogram_items, title_line
 from shoal.simulate.mixture_settings import MixtureSettings
 
 if TYPE_CHECKING:
@@ -500,7 +500,7 @@ def headline(report: Report) -> list[str]:
 
 def convergence_items(report: Report) -> Items:
     """What was trained, each evaluation as mean and deviation over seeds, the staleness, the headline."""
-    items: Items = [(f"convergence  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     items += [*_conditions(report), ""]
     items += [(f"Seed {row.key.get('seed', '')} failed: {row.error}", "red") for row in report.failed]
     items += [""] * bool(report.failed)

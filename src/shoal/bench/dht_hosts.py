@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 import msgspec
 
 from shoal.bench.mortal import Graveyard, MortalNetwork, TappedNetwork
-from shoal.bench.workers import Child, Parent, child, end_with_parent, serve
+from shoal.bench.workers import Child, Parent, children, end_with_parent, serve
 from shoal.core import (
     Address,
     BenchmarkError,
@@ -425,19 +425,14 @@ class ProcessFleet:
         self._stack = contextlib.ExitStack()
 
     async def __aenter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for rank in range(self.num_ranks):
-                name = f"Process {rank + 1} of {self.num_ranks}"
-                hosting = child("shoal.bench.dht_hosts:host", self._arguments, name=name)
-                self._children.append(stack.enter_context(hosting))
-            self._stack = stack.pop_all()
+        arguments = [self._arguments] * self.num_ranks
+        started = children("shoal.bench.dht_hosts:host", arguments, name="Process")
+        self._children = self._stack.enter_context(started)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hosting in self._children:  # all of them, before one is waited for
-            hosting.end() if error is None else hosting.kill()
         self._stack.__exit__(kind, error, trace)
 
     async def deal(

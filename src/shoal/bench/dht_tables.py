@@ -12,7 +12,7 @@ import msgspec
 from shoal.bench.dht import EXPERTS, DhtConfig
 from shoal.report import Report
 from shoal.report.statistics import percentiles
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 MIB = 1 << 20
 MEMORY_KIND = "PSS" if sys.platform == "linux" else "peak RSS"
@@ -54,7 +54,7 @@ def summarize_dht(report: Report) -> dict[str, Any]:
 
 def dht_items(report: Report) -> Items:
     """The lines of each start, and what failed in any of them."""
-    items: Items = [(f"dht  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     config = msgspec.convert(report.config, DhtConfig)
     starts = _starts(report)
     for number, start in enumerate(starts, 1):

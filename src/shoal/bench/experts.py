@@ -23,14 +23,14 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from shoal.bench.frame import Measured, RowKey, Tell
-from shoal.bench.workers import Child, child
+from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.statistics import percentiles
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
 
@@ -485,25 +485,21 @@ class ClientFleet:
         """Why the last of them was lost."""
 
     def __enter__(self) -> Self:
-        num_processes = self._config.client_processes
-        with contextlib.ExitStack() as stack:
-            for rank in range(num_processes):
-                numbers = list(range(rank, self._config.num_clients, num_processes))
-                attending = child(
-                    _ATTEND,
-                    {**self._arguments, "numbers": numbers},
-                    name=f"Client process {rank + 1} of {num_processes}",
-                    variables={"OMP_NUM_THREADS": "1"},
-                )
-                self._sizes[stack.enter_context(attending)] = len(numbers)
-            self._stack = stack.pop_all()
+        num_clients, num_processes = self._config.num_clients, self._config.client_processes
+        numbers = [list(range(rank, num_clients, num_processes)) for rank in range(num_processes)]
+        started = children(
+            _ATTEND,
+            [{**self._arguments, "numbers": own} for own in numbers],
+            name="Client process",
+            variables={"OMP_NUM_THREADS": "1"},
+        )
+        processes = self._stack.enter_context(started)
+        self._sizes = {process: len(own) for process, own in zip(processes, numbers, strict=True)}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._sizes:  # all of them, before one is waited for
-            process.end() if error is None else process.kill()
         self._stack.__exit__(kind, error, trace)
 
     def connect(self) -> None:
@@ -593,7 +589,7 @@ def summarize_experts(report: Report) -> dict[str, Any]:
 
 def experts_items(report: Report) -> Items:
     """The lines of each start, and what failed in any of them."""
-    items: Items = [(f"experts  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     config = msgspec.convert(report.config, ExpertsConfig)
     items += [f"Status: {_status(report)}", *_parameter_lines(config)]
     starts = _starts(report)

@@ -18,14 +18,14 @@ import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.workers import Child, child
+from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, headline
+from shoal.report.views import Items, headline, title_line
 
 # --- what it is told ---
 
@@ -521,17 +521,16 @@ def opened_fleet(config: LatencyConfig, seed: int, tell: Tell) -> Iterator[Fleet
         num_processes = config.client_processes
         tell(f"connecting {config.jobs} clients in {num_processes} processes")
         arguments = {"config": msgspec.to_builtins(config), "seed": seed, "servers": servers}
-        clients = []
-        for rank in range(num_processes):
-            numbers = list(range(rank, config.jobs, num_processes))
-            attending = child(
-                _ATTEND,
-                {**arguments, "numbers": numbers},
-                name=f"Client process {rank + 1} of {num_processes}",
-                variables={"OMP_NUM_THREADS": "1"},
-            )
-            clients.append(stack.enter_context(attending))
-        fleet = Fleet(clients)
+        started = children(
+            _ATTEND,
+            [
+                {**arguments, "numbers": list(range(rank, config.jobs, num_processes))}
+                for rank in range(num_processes)
+            ],
+            name="Client process",
+            variables={"OMP_NUM_THREADS": "1"},
+        )
+        fleet = Fleet(stack.enter_context(started))
         try:
             fleet.connect()
         except BenchmarkError as error:
@@ -690,7 +689,7 @@ def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
     items: Items = [
-        (f"latency  {report.created}  code {report.code}".rstrip(), "bold"),
+        title_line(report),
         *headline(report),
         "",
     ]

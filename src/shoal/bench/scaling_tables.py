@@ -12,7 +12,7 @@ from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
 _SHORT_S = 0.05
 
@@ -110,7 +110,7 @@ def headline(report: Report) -> list[str]:
 def scaling_items(report: Report) -> Items:
     """A table for each batch size, and BlueFog's lines: all for a single point, the last ones for several."""
     config, figures = report.config, ScalingFigures(report)
-    items: Items = [(f"scaling  {report.created}  code {report.code}".rstrip(), "bold"), _what(config)]
+    items: Items = [title_line(report), _what(config)]
     if config.get("device") == "cpu":
         items.append("On the CPU: what the lines below count as a GPU is a worker of one thread.")
     items.append("")

@@ -26,7 +26,7 @@ from shoal.report import Report, Row
 from shoal.report.statistics import PERCENTILES, percentiles
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 from shoal.strategies.registry import canonical
 
 Waits = dict[int, dict[int, float]]
@@ -222,7 +222,7 @@ def slowest_by_times(times_s: Mapping[int, Sequence[float]]) -> tuple[int, float
 
 def training_items(report: Report) -> Items:
     """The tables, a sentence for each strategy that shows who was slow, and KungFu's figure lines."""
-    items: Items = [(f"training  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     if kungfu := report.config.get("kungfu"):
         items += [becomes_text(kungfu), ""]
     items += [

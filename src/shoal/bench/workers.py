@@ -218,6 +218,35 @@ def child(
         process.wait()
 
 
+@contextlib.contextmanager
+def children(
+    function: str,
+    arguments: Sequence[dict[str, Any]],
+    *,
+    name: str,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[list[Child]]:
+    """Run `module:name` in several new interpreters, each with its own arguments.
+
+    All of them are told to end, or killed after an error, before one is waited for.
+    """
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                child(function, own, name=f"{name} {number} of {len(arguments)}", variables=variables)
+            )
+            for number, own in enumerate(arguments, 1)
+        ]
+        try:
+            yield started
+        except BaseException:
+            for each in started:
+                each.kill()
+            raise
+        for each in started:
+            each.end()
+
+
 def _module_of(source: Path | None) -> str:
     """Name the module that runs a child in this version, or in that of `source`, which may be older."""
     has_workers = source is None or (source / "shoal" / "bench" / "workers.py").is_file()

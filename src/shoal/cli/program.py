@@ -54,7 +54,7 @@ class Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group."""
-        grouped = {name for names in self.groups.values() for name in names}
+        grouped = [name for names in self.groups.values() for name in names]
         others = tuple(name for name in self.list_commands(ctx) if name not in grouped)
         width = max(map(len, (*grouped, *others)), default=0)
         for heading, names in {**self.groups, "Commands": others}.items():

@@ -58,6 +58,11 @@ def group_title(group: Group, shared: dict[str, Scalar]) -> str:
     return about + (f"  {label_of(shared)}" if shared else "")
 
 
+def title_line(report: Report) -> Line:
+    """What was measured, when, and by which code: the first line of what a benchmark prints."""
+    return f"{report.benchmark}  {report.created}  code {report.code}".rstrip(), "bold"
+
+
 def headline(report: Report) -> list[str]:
     """What the benchmark found, in its own short sentences; empty where it wrote none."""
     found = report.result.get("headline", [])
