@@ -508,11 +508,8 @@ class Workers(Protocol):
         """Start a process beside the workers."""
 
 
-class OpenWorkers(Protocol):
-    """How a scenario gets its workers: `LocalWorkers` itself, or what `ranks` puts in its place."""
-
-    def __call__(self, settings: WorkerSettings) -> contextlib.AbstractContextManager[Workers]:
-        """Give the workers for as long as a block lasts."""
+OpenWorkers = Callable[[WorkerSettings], contextlib.AbstractContextManager[Workers]]
+"""How a scenario gets its workers for a block: `LocalWorkers` itself, or what `ranks` puts in its place."""
 
 
 class LocalWorkers:
@@ -561,13 +558,7 @@ class LocalWorkers:
         """
         if not self._children:
             self._start()
-        arguments = {
-            "function": helper.function,
-            "place": {"rank": -1, **self._place},
-            "arguments": helper.arguments,
-        }
-        started = _tuned_child("run_helper", arguments, helper.name)
-        self._helpers.append(self._stack.enter_context(started))
+        self._helpers.append(self._begin("run_helper", helper, _BESIDE, helper.name))
 
     def _start(self) -> None:
         settings = self._settings
@@ -575,13 +566,17 @@ class LocalWorkers:
         key = f"bench-{secrets.token_hex(8)}"
         self._place = {"size": settings.size, "key": key, "folder": folder}
         for rank in range(settings.size):
-            arguments = {
-                "function": settings.function,
-                "place": {"rank": rank, **self._place},
-                "arguments": settings.arguments,
-            }
-            worker = _tuned_child("run_worker", arguments, f"rank {rank} of {settings.size}")
-            self._children.append(self._stack.enter_context(worker))
+            self._children.append(
+                self._begin("run_worker", settings, rank, f"rank {rank} of {settings.size}")
+            )
+
+    def _begin(self, function: str, who: WorkerSettings | Helper, rank: int, name: str) -> Child:
+        arguments = {
+            "function": who.function,
+            "place": {"rank": rank, **self._place},
+            "arguments": who.arguments,
+        }
+        return self._stack.enter_context(_tuned_child(function, arguments, name))
 
     def _end(self) -> None:
         """All at once: they may have to say goodbye to each other."""
