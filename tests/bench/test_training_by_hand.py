@@ -10,7 +10,8 @@ import pytest
 
 from shoal.bench import training_by_hand
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.training import TrainingConfig, row
+from shoal.bench.ranks import HostFlags
+from shoal.bench.training import TrainingConfig, TrainingFlags, row
 from shoal.bench.training_by_hand import Role, config_of, role_of, summarize_worker, worker_items
 from shoal.core import Address, PeerLost, Placement, UsageError
 from shoal.core.run_options import RunOptions
@@ -19,18 +20,23 @@ from shoal.report import Report, Row
 HOSTS = ("ps0:2222,ps1:2222", "w0:1,w1:1,w2:1")
 
 
+def flags_of(ps_hosts, worker_hosts, job, index):
+    return TrainingFlags(ps_hosts=ps_hosts, worker_hosts=worker_hosts, job_name=job, task_index=index)
+
+
 def test_without_its_flags_nobody_has_a_role():
-    assert role_of(None, None, None, 0) is None
+    assert not TrainingFlags(task_index=0).is_by_hand
+    assert all(flags_of(*given).is_by_hand for given in ((*HOSTS, "ps", 0), (None, None, "ps", 0)))
 
 
 @pytest.mark.parametrize(("job", "index", "rank"), [("ps", 1, 1), ("worker", 0, 2), ("worker", 2, 4)])
 def test_servers_come_first_and_all_meet_at_the_first_one(job, index, rank):
-    role = role_of(*HOSTS, job, index)
+    role = role_of(flags_of(*HOSTS, job, index), HostFlags())
     placed = Placement.from_environment(role.variables)
     assert (placed.rank, placed.size) == (rank, 5)
     assert placed.rendezvous == Address("ps0", 2222)
     assert (role.num_servers, role.num_workers) == (2, 3)
-    through = msgspec.structs.replace(role, network_interface="eth1")
+    through = role_of(flags_of(*HOSTS, job, index), HostFlags(network_interface="eth1"))
     assert RunOptions.from_environment(through.variables).network_interface == "eth1"
 
 
@@ -48,7 +54,7 @@ def test_servers_come_first_and_all_meet_at_the_first_one(job, index, rank):
 )
 def test_a_role_that_is_not_whole_is_refused(given):
     with pytest.raises(UsageError):
-        role_of(*given)
+        role_of(flags_of(*given), HostFlags())
 
 
 def test_a_worker_by_hand_does_its_own_number_of_iterations_with_plain_sgd():

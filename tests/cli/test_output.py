@@ -7,16 +7,8 @@ import sys
 
 import pytest
 
-from shoal.cli.output import (
-    counted,
-    ends_by_signal,
-    live_line,
-    say,
-    tell_result,
-    text_stream,
-    write_encoded,
-    write_json,
-)
+from shoal.cli.output import counted, ends_by_signal, live_line, say, text_stream, write_encoded, write_json
+from shoal.report.tables import tell_result
 
 
 def test_json_goes_where_it_was_asked_for(capsys, tmp_path):

@@ -183,6 +183,11 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     job_name: Annotated[Literal["ps", "worker"] | None, flag("Started by hand: what this process is.")] = None
     task_index: Annotated[int, flag("Started by hand: which one of them.", ge=0)] = 0
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether this process is a server or a worker of those that are started by hand."""
+        return not (self.ps_hosts is self.worker_hosts is self.job_name is None)
+
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, and for how long."""

@@ -88,25 +88,24 @@ class Role(msgspec.Struct, frozen=True):
         }
 
 
-def role_of(ps_hosts: str | None, worker_hosts: str | None, job: JobName | None, index: int) -> Role | None:
-    """The role that the flags give this process; None without any. UsageError where they do not suffice."""
-    if ps_hosts is None and worker_hosts is None and job is None:
-        return None
-    if ps_hosts is None or worker_hosts is None or job is None:
+def role_of(flags: TrainingFlags, hosts: HostFlags) -> Role:
+    """Return the role that the flags give this process; UsageError where they do not suffice."""
+    job, index = flags.job_name, flags.task_index
+    if flags.ps_hosts is None or flags.worker_hosts is None or job is None:
         raise UsageError(
             "A process that is started by hand has to know the others, and what it is itself.",
             next_step="give --ps-hosts HOST:PORT,… --worker-hosts HOST:PORT,… --job-name ps|worker "
             "--task-index N.",
         )
-    servers = _addresses("--ps-hosts", ps_hosts)
-    workers = _addresses("--worker-hosts", worker_hosts)
+    servers = _addresses("--ps-hosts", flags.ps_hosts)
+    workers = _addresses("--worker-hosts", flags.worker_hosts)
     peers = servers if job == "ps" else workers
     if not 0 <= index < len(peers):
         raise UsageError(
             f"There is no {job} {index} among {len(peers)}.",
             next_step=f"give --task-index 0 to {len(peers) - 1}, or name more hosts.",
         )
-    return Role(job, index, len(servers), len(workers), servers[0])
+    return Role(job, index, len(servers), len(workers), servers[0], hosts.network_interface)
 
 
 def _addresses(flag: str, text: str) -> list[Address]:

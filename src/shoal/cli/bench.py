@@ -67,10 +67,10 @@ from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunF
 from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
 from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
 from shoal.cli.flags import typed_flags, with_flags
-from shoal.cli.output import tell_result, text_stream
+from shoal.cli.output import text_stream
 from shoal.doctor import machine
 from shoal.report import DEFAULT_FOLDER, default_path
-from shoal.report.tables import emit, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.transport import Profile
 
 app = typer.Typer(
@@ -175,9 +175,8 @@ def training(context: typer.Context, flags: TrainingFlags, hosts: HostFlags, run
 
     With --job-name this process is one parameter server or worker of those that are started by hand.
     """
-    role = role_of(flags.ps_hosts, flags.worker_hosts, flags.job_name, flags.task_index)
-    if role is not None:
-        role = msgspec.structs.replace(role, network_interface=hosts.network_interface)
+    if flags.is_by_hand:
+        role = role_of(flags, hosts)
         _take_role(context, role, by_hand_config(role, flags, hosts, run, typed_flags(context)), run)
         return
     config = training_config(flags, hosts, run)

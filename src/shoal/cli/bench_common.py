@@ -13,11 +13,10 @@ import typer
 
 from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
 from shoal.bench.ranks import HostFlags
-from shoal.cli.output import tell_result
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import Items, diff_items, report_items
 
 if TYPE_CHECKING:

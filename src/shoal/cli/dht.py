@@ -23,10 +23,11 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import counted, ends_by_signal, live_line, say, tell_result
+from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
+from shoal.report.tables import tell_result
 from shoal.report.units import scale_for
 
 if TYPE_CHECKING:

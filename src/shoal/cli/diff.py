@@ -12,12 +12,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.cli.output import tell_result
 from shoal.core.errors import UsageError
 from shoal.report import pytorch
 from shoal.report.diff import EFFECT_PERCENT, UNDECIDED, Gate, check_gate, compare, parse_limit
 from shoal.report.storage import load, write_atomically
-from shoal.report.tables import emit, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import diff_items, unpaired_lines
 
 

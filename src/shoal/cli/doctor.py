@@ -13,13 +13,13 @@ import typer
 
 from shoal import __version__
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
-from shoal.cli.output import JsonFile, say, tell_result, text_stream, write_json
+from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.doctor.checks import CHECKS, CheckResult, results_table, run_checks, summary_of
 from shoal.report.storage import write_atomically
-from shoal.report.tables import WIDTH, emit, show, wrap
+from shoal.report.tables import WIDTH, emit, show, tell_result, wrap
 
 if TYPE_CHECKING:
     from shoal.doctor.joining import Member

@@ -12,11 +12,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.cli.output import tell_result
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit
+from shoal.report.tables import emit, tell_result
 
 app = typer.Typer(
     help="Show or make this user's identity, and make secrets for swarms.",

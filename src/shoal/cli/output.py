@@ -17,7 +17,7 @@ import typer
 
 from shoal.core.untrusted import visible
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, result_line
+from shoal.report.tables import emit
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
@@ -28,12 +28,6 @@ def say(line: str) -> None:
     """Print it at once: somebody may be waiting for it in a pipe."""
     emit(line, sys.stdout)
     sys.stdout.flush()
-
-
-def tell_result(result: dict[str, object], stream: TextIO) -> None:
-    """Print the last line, `RESULT: {json}`, for programs that read it; not on a terminal."""
-    if not stream.isatty():
-        emit(result_line(result), stream)
 
 
 def text_stream(json_file: Path | None) -> TextIO:

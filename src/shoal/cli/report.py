@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from shoal.cli.diff import refuse_to_overwrite
-from shoal.cli.output import tell_result
 from shoal.report.html import write_reports
 from shoal.report.picture import draw
 from shoal.report.storage import load, write_atomically
-from shoal.report.tables import emit, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import report_items
 
 

@@ -162,6 +162,12 @@ def result_line(result: dict[str, object]) -> str:
     return "RESULT: " + msgspec.json.encode(result).decode()
 
 
+def tell_result(result: dict[str, object], stream: TextIO) -> None:
+    """Print the last line for programs that read it; not on a terminal, which ends with what people read."""
+    if not stream.isatty():
+        emit(result_line(result), stream)
+
+
 # --- for a paper: booktabs' rules, means with deviations, the best of each column bold ---
 
 NOTHING = "--"
