@@ -3,7 +3,7 @@ import pytest
 from shoal.bench.workers import run_tasks
 from shoal.core import BenchmarkError, UsageError
 
-HERE = "bench.test_pool:double"
+HERE = "bench.test_tasks_in_processes:double"
 
 
 def double(task, tell):
