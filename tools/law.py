@@ -60,7 +60,7 @@ OUTSIDE_LAUNCH = dict.fromkeys(
         "torch.multiprocessing.Process",
         "torch.multiprocessing.spawn",
     ),
-    "only launch and bench start processes",
+    "only launch, bench and doctor start processes",
 )
 START_METHODS = ("get_context", "set_start_method")
 ITERATORS = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "sum", "dict.fromkeys")
@@ -75,7 +75,7 @@ class Inspector(ast.NodeVisitor):
         self.tables = [EVERYWHERE]
         if not self.is_core:
             self.tables.append(OUTSIDE_CORE)
-        if room not in ("launch", "bench"):
+        if room not in ("launch", "bench", "doctor"):
             self.tables.append(OUTSIDE_LAUNCH)
         self.lines = path.read_text().splitlines()
         self.aliases: dict[str, str] = {}

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from shoal.bench.crew import serve
+from shoal.bench.workers import serve
 
 
 def attend(arguments, parent):

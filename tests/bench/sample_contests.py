@@ -2,10 +2,8 @@
 
 import msgspec
 
-from shoal.bench.compare_rows import Finish, metrics_of
-from shoal.bench.compare_settings import CompareConfig, compared
-from shoal.bench.frame import Measured, _Collected
-from shoal.bench.metrics import measured
+from shoal.bench.compare import CompareConfig, Finish, compared, metrics_of
+from shoal.bench.frame import Measured, _Collected, measured
 from shoal.report import Report
 from shoal.simulate.job import Job
 from shoal.simulate.record import CourseRecord, Moment

@@ -4,9 +4,8 @@ import os
 import signal
 import time
 
-from shoal.bench.children import end_with_parent
-from shoal.bench.crew import CrewSettings
 from shoal.bench.frame import Measured
+from shoal.bench.workers import WorkerSettings, end_with_parent
 
 
 class Steady:
@@ -70,15 +69,15 @@ def failing(arguments, parent):
 
 
 class Crewed:
-    """Asks one worker of a crew for its rank."""
+    """Asks one worker for its rank."""
 
     def __init__(self, config, seed):
         self.seed = seed
 
     def run(self, tell):
         tell("asking")
-        with self.open_crew(CrewSettings("bench.sample_workers:work", 1)) as crew:
-            ((rank, _),) = crew.ask("describe")
+        with self.open_workers(WorkerSettings("bench.sample_workers:work", 1)) as workers:
+            ((rank, _),) = workers.ask("describe")
         yield Measured(
             key={"rank": rank}, metric="seed", unit="", direction="lower", samples=[float(self.seed)]
         )

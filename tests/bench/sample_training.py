@@ -1,6 +1,6 @@
 """Hand-made reports of `shoal bench training`: nobody slow, and rank 1 slow."""
 
-from shoal.bench.training_rows import METRICS
+from shoal.bench.training import METRICS
 from shoal.report import Report, Row
 
 

@@ -1,11 +1,11 @@
-"""Workers that the tests of crews give orders to; they know neither torch nor a group."""
+"""Workers that the tests give orders to; they know neither torch nor a group."""
 
 import os
 import select
 import signal
 import time
 
-from shoal.bench.crew import Crew, CrewSettings
+from shoal.bench.workers import LocalWorkers, WorkerSettings
 
 
 def work(place, arguments, stack):
@@ -43,6 +43,6 @@ def stand_by(arguments, parent):
 
 def lead(arguments, parent):
     """Has workers that do something long."""
-    with Crew(CrewSettings("bench.sample_workers:work", 2)) as workers:
+    with LocalWorkers(WorkerSettings("bench.sample_workers:work", 2)) as workers:
         parent.tell(pids=workers.ask("pid"))
         workers.ask("fail", who=None)

@@ -1,17 +1,17 @@
 import msgspec
 import pytest
 
-from bench.sample_crews import FakeCrew
+from bench.sample_fake_workers import FakeWorkers
 from shoal.bench.accuracy import (
     AccuracyConfig,
+    AccuracyCourse,
+    AccuracyRun,
     AccuracyScenario,
-    Course,
-    Look,
-    Run,
+    Evaluation,
     bytes_moved,
     where_reached,
 )
-from shoal.bench.accuracy_contenders import Contender, strategy_contenders
+from shoal.bench.contenders import Contender, strategy_contenders
 from shoal.bench.frame import Measured, MeasuredCurve
 from shoal.core import BenchmarkError, UsageError
 
@@ -27,7 +27,7 @@ CONFIG = AccuracyConfig(
 
 
 def look(seconds=1.0, accuracy=0.5, mean=0.6, loss=0.1, moved=(("exchange", (10, 10)),)):
-    return Look(seconds, dict(moved), accuracy, 0.25, mean, loss)
+    return Evaluation(seconds, dict(moved), accuracy, 0.25, mean, loss)
 
 
 def by_name(told, kind):
@@ -50,7 +50,7 @@ def test_a_target_is_reached_once():
 @pytest.fixture
 def course():
     """Three evaluations of two workers, of which the second is the slower one."""
-    course = Course(Run(1, Contender("pair", "pair"), "iid"))
+    course = AccuracyCourse(AccuracyRun(1, Contender("pair", "pair"), "iid"))
     course.add(0, [look(0.0, mean=0.1, moved=()), look(0.0, accuracy=0.05, moved=())])
     course.add(2, [look(1.0, mean=0.5), look(2.0, accuracy=0.3)])
     course.add(4, [look(2.0, mean=0.7), look(1.0, accuracy=0.4)])
@@ -88,13 +88,13 @@ def test_a_target_that_was_not_reached_is_no_row_and_no_failure(course):
 
 
 def test_bytes_that_the_group_does_not_see_are_not_told(course):
-    course.run = Run(1, Contender("ddp", "ddp"), "iid")
+    course.run = AccuracyRun(1, Contender("ddp", "ddp"), "iid")
     told = list(course.told(CONFIG))
     assert ("bytes_sent", "ddp", "iid") not in by_name(told, Measured)
     assert all("bytes" not in curve.points for curve in by_name(told, MeasuredCurve).values())
 
 
-class LearningCrew(FakeCrew):
+class LearningWorkers(FakeWorkers):
     """Two workers that learn by the number; `failing` orders of the contenders that it names break it."""
 
     def ask(self, order, run=None, num_steps=0):
@@ -115,14 +115,14 @@ class LearningCrew(FakeCrew):
 
 def told_by(config):
     scenario = AccuracyScenario(msgspec.to_builtins(config), 3)
-    scenario.open_crew = LearningCrew
+    scenario.open_workers = LearningWorkers
     return list(scenario.run(lambda _: None))
 
 
 def test_an_order_of_many_steps_has_as_long_as_other_benchmarks_give():
     opened = []
     scenario = AccuracyScenario(msgspec.to_builtins(CONFIG), 3)
-    scenario.open_crew = lambda settings: opened.append(settings) or LearningCrew(settings)
+    scenario.open_workers = lambda settings: opened.append(settings) or LearningWorkers(settings)
     assert list(scenario.run(lambda _: None))
     assert opened[0].answer_s >= 1800
 
@@ -132,13 +132,13 @@ def test_every_contender_is_trained_on_every_split():
     rows = by_name(told, Measured)
     assert len([key for key in rows if key[0] == "final_accuracy"]) == 6
     once = ["begin", ("train", 2), ("train", 2), ("train", 1), "finish"]
-    assert LearningCrew.latest.orders == ["ready", *once * 6]
-    assert not LearningCrew.latest.hired
+    assert LearningWorkers.latest.orders == ["ready", *once * 6]
+    assert not LearningWorkers.latest.helpers
 
 
 @pytest.mark.parametrize("moment", ["begin", "train", "finish"])
 def test_one_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
-    monkeypatch.setattr(LearningCrew, "failing", [(moment, "pair")])
+    monkeypatch.setattr(LearningWorkers, "failing", [(moment, "pair")])
     rows = by_name(told_by(CONFIG), Measured)
     assert rows["final_accuracy", "pair", "iid"].error == "rank 1 of 2 failed: pair broke. Try: again."
     assert [key[1] for key in rows if key[0] == "worst_final_accuracy"] == ["all-reduce", "ddp"]
@@ -149,14 +149,14 @@ def test_one_that_diverges_is_a_row_and_the_crew_goes_on():
     rows = by_name(told_by(msgspec.structs.replace(CONFIG, contenders=contenders)), Measured)
     assert "after 2 steps: it diverged" in rows["final_accuracy", "sma", "iid"].error
     assert rows["final_accuracy", "pair", "iid"].samples
-    assert LearningCrew.latest.orders[:4] == ["ready", "begin", ("train", 2), "finish"]
+    assert LearningWorkers.latest.orders[:4] == ["ready", "begin", ("train", 2), "finish"]
 
 
 def test_parameter_servers_are_hired_before_the_workers_look_for_them():
     contender = Contender("ps", "ps")
     told_by(msgspec.structs.replace(CONFIG, contenders=(contender,), num_servers=2))
-    assert [helper.name for helper in LearningCrew.latest.hired] == ["server 0", "server 1"]
-    role = LearningCrew.latest.hired[1].arguments
+    assert [helper.name for helper in LearningWorkers.latest.helpers] == ["server 0", "server 1"]
+    role = LearningWorkers.latest.helpers[1].arguments
     assert role["server"] == 1
     assert role["config"]["seed"] == 3
 

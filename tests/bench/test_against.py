@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from shoal.bench.against import source_of
+from shoal.bench.frame import source_of
 from shoal.core import UsageError
 
 

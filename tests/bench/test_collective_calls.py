@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import distributed
 
-from shoal.bench import gloo_calls
+from shoal.bench import collective_calls
 from shoal.bench.collective_calls import Call, Expected, Stage, difference, pattern
-from shoal.bench.collective_worker import Stopwatch
+from shoal.bench.collectives import Stopwatch
 from shoal.topology.weights import Weights
 
 
@@ -90,10 +90,10 @@ def test_gloos_messages_of_a_gpu_go_through_memory_of_the_cpu(monkeypatch):
         received.copy_(pattern(8) + 1)  # what rank 1 gives
         return [SimpleNamespace(wait=lambda: None)] * 2
 
-    monkeypatch.setattr(gloo_calls, "_for_messages", pinned)
+    monkeypatch.setattr(collective_calls, "_for_messages", pinned)
     monkeypatch.setattr(distributed, "P2POp", lambda *message: message)
     monkeypatch.setattr(distributed, "batch_isend_irecv", deliver)
-    call = gloo_calls.GLOO_CALLS["pair_gossip"](stage(2))
+    call = collective_calls.GLOO_CALLS["pair_gossip"](stage(2))
     (result,) = call.run()
     assert difference(result, call.expected[0]) == ""
     assert torch.equal(staged[0], pattern(8))

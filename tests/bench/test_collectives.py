@@ -217,7 +217,7 @@ def test_each_number_of_machines_has_a_table_apart_from_those_of_one_machine():
     ]  # fmt: skip
 
 
-class FakeCrew:
+class FakeWorkers:
     """Answers as workers would that take longer by rank, give a wrong result, or break."""
 
     asked = ()
@@ -234,7 +234,7 @@ class FakeCrew:
 
     def ask(self, order, op, size_bytes, num_rounds, samples_per_round, calls_per_sample):
         assert order == "measure"
-        FakeCrew.asked = (self.device, size_bytes, num_rounds * samples_per_round, calls_per_sample)
+        FakeWorkers.asked = (self.device, size_bytes, num_rounds * samples_per_round, calls_per_sample)
         if op == "broadcast":
             raise BenchmarkError("rank 1 of 2 failed: PeerLost: gone.\n  Try: again.")
         count = num_rounds * samples_per_round
@@ -243,7 +243,7 @@ class FakeCrew:
 
 
 def test_a_sample_is_the_slowest_workers_and_what_fails_is_a_row(monkeypatch):
-    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    monkeypatch.setattr(collectives, "LocalWorkers", FakeWorkers)
     config = msgspec.structs.replace(TINY, ops=("all_reduce", "broadcast", "exchange"), workers=(2, 3))
     rows = measure(config).rows
     assert [(row.metric, row.key["workers"], row.key["via"]) for row in rows] == [
@@ -259,7 +259,7 @@ def test_a_sample_is_the_slowest_workers_and_what_fails_is_a_row(monkeypatch):
 
 
 def test_a_case_between_machines_that_fails_is_a_row_for_each_encryption(monkeypatch):
-    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    monkeypatch.setattr(collectives, "LocalWorkers", FakeWorkers)
     rows = measure(msgspec.structs.replace(PAIR, ops=("broadcast", "all_reduce"))).rows
     failed = [(row.metric, row.key["encrypted"]) for row in rows if row.error]
     assert failed == [("broadcast", False), ("broadcast", True)]
@@ -268,10 +268,10 @@ def test_a_case_between_machines_that_fails_is_a_row_for_each_encryption(monkeyp
 
 @pytest.mark.parametrize(("device", "calls_per_sample"), [("cpu", 1), ("cuda", 20)])
 def test_the_device_is_the_workers_and_in_the_keys(monkeypatch, device, calls_per_sample):
-    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    monkeypatch.setattr(collectives, "LocalWorkers", FakeWorkers)
     rows = measure(msgspec.structs.replace(TINY, ops=("all_reduce",), device=device)).rows
     assert {row.key["device"] for row in rows} == {device}
-    assert FakeCrew.asked == (device, 4096, 3, calls_per_sample)
+    assert FakeWorkers.asked == (device, 4096, 3, calls_per_sample)
 
 
 @pytest.mark.parametrize(("device", "fewest"), [("cpu", 10), ("cuda", 6)])

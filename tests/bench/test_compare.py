@@ -1,13 +1,41 @@
+""""""
+
+import math
+
 import msgspec
 import pytest
 
 from bench.sample_contests import config_of, record_of
 from shoal.bench import compare as module
-from shoal.bench.compare import CompareScenario, Try, best_rate, suited, why_no_rate
+from shoal.bench.compare import (
+    MAX_THREADS,
+    SHORT_ROUNDS,
+    CompareConfig,
+    CompareScenario,
+    Try,
+    best_rate,
+    check_contest,
+    compared,
+    compute_of,
+    left_out,
+    notes_of,
+    read_config,
+    reasons_of,
+    shown_score,
+    shown_target,
+    stragglers_of,
+    suited,
+    why_no_rate,
+    without_servers,
+)
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
-from shoal.core import BenchmarkError
+from shoal.core import BenchmarkError, UsageError
 from shoal.simulate.contest import Errand, run_task
-from shoal.simulate.world import World
+from shoal.simulate.task_facts import facts_of
+from shoal.simulate.world import Compute, World
+from shoal.strategies import BUILT_IN
+from shoal.transport import FaultScript
+from shoal.transport.network.distributions import Exponential, Normal
 
 
 @pytest.fixture
@@ -239,3 +267,199 @@ def test_two_contests_of_one_seed_are_equal_to_the_bit(run):
     assert first == second
     assert {each.key["strategy"] for each in first} == {"all-reduce", "pair", "choco"}
     assert set(samples_of(first, "final_distance")) == {"all-reduce", "pair", "choco"}
+
+
+def test_all_is_every_strategy_but_those_that_pass_their_group_by():
+    contenders = compared(["all"], {})
+    assert left_out() == ["ddp", "horovod"]
+    assert [each.strategy for each in contenders] == [name for name in BUILT_IN if name not in left_out()]
+    with pytest.raises(UsageError, match="ddp cannot be compared"):
+        compared(["all", "ddp"], {})
+
+
+def test_all_shortens_rounds_that_a_contest_is_too_short_for_and_says_so():
+    local_steps = SHORT_ROUNDS["diloco"]["local_steps"]
+    for texts, common, expected in (
+        (["all"], {}, local_steps),
+        (["all"], {"local_steps": "3"}, 3),
+        (["all", "diloco"], {}, 100),
+        (["diloco"], {}, 100),
+    ):
+        named = {each.name: each for each in compared(texts, common)}
+        assert named["diloco"].options["local_steps"] == expected
+        told = any("diloco local_steps=8" in note for note in notes_of(texts, common))
+        assert told == (expected == local_steps)
+
+
+def test_who_is_left_out_is_said():
+    assert "ddp and horovod" in notes_of(["all"], {})[0]
+    assert notes_of(["neighbor"], {}) == []
+
+
+def test_a_strategy_may_take_part_beside_all_with_options_of_its_own():
+    contenders = compared(["all", "neighbor topology=ring"], {})
+    assert [each.options["topology"] for each in contenders if each.strategy == "neighbor"] == [
+        "exponential-2",
+        "ring",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "cost"),
+    [
+        ("10", 10.0),
+        ("exponential:12.5", Exponential(mean=12.5)),
+        ("normal:10:2", Normal(mean=10.0, deviation=2.0)),
+    ],
+)
+def test_a_step_costs_a_number_or_a_distribution(text, cost):
+    assert compute_of(text) == cost
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "exponential", "exponential:0", "normal:10", "weibull:1"])
+def test_other_costs_are_refused(text):
+    with pytest.raises(UsageError, match="no cost of a step"):
+        compute_of(text)
+
+
+def test_stragglers_are_ranks_with_factors():
+    assert stragglers_of(["1:10", "3:2.5"]) == {1: 10.0, 3: 2.5}
+    for text in ("1", "a:2", "1:0"):
+        with pytest.raises(UsageError, match="--stragglers"):
+            stragglers_of([text])
+
+
+def test_a_config_survives_a_report():
+    world = World(num_workers=4, compute=Compute(step_ms=Exponential(mean=3.0), factors={1: 2.0}))
+    config = config_of("all-reduce", "neighbor topology=ring", world=world)
+    again = read_config(msgspec.json.decode(msgspec.json.encode(config)))
+    assert again == config
+    assert isinstance(again, CompareConfig)
+
+
+def test_servers_are_there_for_those_that_need_them_and_chances_follow_the_seed():
+    config = config_of("all-reduce", "parameter-server", num_servers=2)
+    plain, served = (config.world_of(contender, 6) for contender in config.contenders)
+    assert (plain.num_servers, served.num_servers) == (0, 2)
+    assert plain.seed == 6
+    assert config.tuning_seed not in config.seeds
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seeds": ()}, "nothing is compared"),
+        ({"steps": 0}, "nothing is trained"),
+        ({"learning_rates": (0.1, -1.0)}, "no learning rate"),
+        ({"split": "even"}, "no split"),
+        ({"is_real": True, "world": World(num_workers=2, faults=FaultScript())}, "virtual time alone"),
+        ({"seeds": (-5, -4)}, "-5 is no seed"),
+        ({"target": math.nan}, "no target"),
+        ({"momentum": math.nan}, "no momentum"),
+        (
+            {
+                "is_real": True,
+                "contenders": compared(["pair", "staleness-aware"], {}),
+                "world": World(num_workers=2, between="machines"),
+            },
+            "^staleness-aware: servers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(UsageError, match=message):
+        config_of(**fields)
+
+
+def test_strategies_with_servers_do_not_take_part_while_workers_come_and_go():
+    contenders, notes = without_servers(compared(["all"], {}), ["all"])
+    assert "parameter-server" not in [each.name for each in contenders]
+    assert "parameter-server and staleness-aware" in notes[0]
+    with pytest.raises(UsageError, match="parameter-server cannot be compared while workers come and go"):
+        without_servers(compared(["parameter-server"], {}), ["parameter-server"])
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (record_of(0.1, 0.5, 0.6, 0.7, 0.75), "still improving at the end; best 75.0 % at step 40"),
+        (record_of(0.1, 0.7, 0.75, 0.75, 0.75, 0.75), "flat at the end; best 75.0 % at step 20"),
+        (record_of(0.1, 0.7, 0.4, 0.1, 0.1), "fell back by the end; best 70.0 % at step 10"),
+        (record_of(0.1, 0.1, 0.05), "never better than at the start; best 10.0 % at step 0"),
+        (record_of(0.1, 0.5, error="it diverged."), "it diverged; best 50.0 % at step 10"),
+        (record_of(error="it needs momentum."), "could not take part: it needs momentum"),
+        (
+            record_of(0.1, 0.5, ended={0: "rank 1 is lost.", 1: "it was killed."}),
+            "ended early, rank 0 says: rank 1 is lost; best 50.0 % at step 10",
+        ),
+        (record_of(0.1, 0.3, 0.5, ended={1: "killed"}), "still improving at the end; best 50.0 % at step 20"),
+        (record_of(9.0, 3.0, 2.0, 1.0, task="quadratic"), "still improving at the end; best 1.00 at step 30"),
+    ],
+)
+def test_a_run_has_one_reason(record, reason):
+    assert reasons_of([record]) == {reason: 1}
+
+
+def test_runs_of_one_kind_are_told_together():
+    records = [record_of(0.1, 0.5, 0.7), record_of(0.1, 0.6, 0.8), record_of(0.1, error="it diverged.")]
+    assert reasons_of(records) == {
+        "still improving at the end; best 75.0 % at step 20": 2,
+        "it diverged; best 10.0 % at step 0": 1,
+    }
+    assert reasons_of([]) == {}
+    assert list(reasons_of(records[2:], "at the largest rate of the grid")) == [
+        "it diverged, at the largest rate of the grid; best 10.0 % at step 0"
+    ]
+
+
+def test_shares_are_percentages_and_distances_are_not():
+    assert shown_score(facts_of("digits"), 0.9123) == "91.2 %"
+    assert shown_target(facts_of("digits"), 0.9) == "90 %"
+    assert shown_target(facts_of("quadratic"), 0.01) == "0.01"
+
+
+def quadratic(*strategies, num_workers=4, **fields):
+    world = fields.pop("world", World(num_workers=num_workers))
+    return config_of(*strategies, task="quadratic", world=world, **fields)
+
+
+def test_what_can_be_held_is_not_complained_of():
+    assert check_contest(config_of("all", world=World(num_workers=8, workers_per_machine=4))) == []
+    assert check_contest(quadratic("neighbor", num_workers=500)) == []
+    assert check_contest(quadratic("neighbor", executor="stacked")) == []
+
+
+def test_threads_for_many_workers_are_slow_and_for_more_refused():
+    (note,) = check_contest(quadratic("neighbor", "pair", num_workers=65))
+    assert "pair" in note
+    assert "neighbor" not in note
+    with pytest.raises(
+        UsageError, match=f"pair would need(.|\n)*leave pair out(.|\n)*--workers {MAX_THREADS}"
+    ):
+        check_contest(quadratic("neighbor", "pair", num_workers=MAX_THREADS + 1))
+    with pytest.raises(UsageError, match="leave --executor exact out"):
+        check_contest(quadratic("neighbor", num_workers=MAX_THREADS + 1, executor="exact"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (quadratic("neighbor", "pair", executor="stacked"), "has no pair"),
+        (quadratic("neighbor topology=rong"), "neighbor topology=rong: there is no topology 'rong'"),
+        (quadratic("extra topology=mesh:5x5"), "mesh"),
+        (quadratic("hierarchical topology=x"), "no topology 'x'"),
+        (quadratic("choco codec=zip"), "unknown codec"),
+        (config_of("neighbor", world=World(num_workers=2000)), "1437 examples cannot be divided"),
+        (
+            quadratic(
+                world=World(
+                    num_workers=2, faults=FaultScript.parse("[[fault]]\nkind = 'kill'\npeer = 'rank:7'")
+                )
+            ),
+            "no worker is called 'rank:7'",
+        ),
+    ],
+)
+def test_what_no_run_could_do_is_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        check_contest(config)

@@ -1,12 +1,33 @@
+""""""
+
+import io
+
 import msgspec
 import pytest
 import torch
 
 from shoal import data
 from shoal.bench import convergence as module
-from shoal.bench.convergence import ConvergenceConfig, ConvergenceScenario, Course, run_seed, together
+from shoal.bench.convergence import (
+    ConvergenceConfig,
+    ConvergenceScenario,
+    SeedCourse,
+    check_memory,
+    convergence_items,
+    free_bytes,
+    headline,
+    memory_text,
+    num_at_once,
+    run_seed,
+    summarize_convergence,
+    together,
+)
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
 from shoal.core import BenchmarkError, UsageError
+from shoal.doctor.machine import Memory
+from shoal.report import Curve, Report, Row
+from shoal.report.tables import show
+from shoal.simulate.mixture_settings import MixtureSettings
 
 SMALL = ConvergenceConfig(
     num_experts=4, layer_dim=8, num_layers=2, num_active=2, num_trainers=3, steps=8, eval_every=3, num_seeds=2
@@ -15,7 +36,7 @@ SMALL = ConvergenceConfig(
 
 def course(accuracies, staleness):
     num_updates = [1024 * (index + 1) for index in range(len(accuracies))]
-    return Course(
+    return SeedCourse(
         num_updates=num_updates,
         virtual_s=[float(at) for at in num_updates],
         losses=[0.5] * len(accuracies),
@@ -103,7 +124,7 @@ def test_training_that_diverges_says_when(few_images):
 def test_a_seed_is_trained_and_equal_in_a_second_run(few_images):
     progress = []
     task = {"settings": msgspec.to_builtins(SMALL.of_seed(1338)), "data_dir": None}
-    first, second = (msgspec.convert(run_seed(task, progress.append), Course) for _ in range(2))
+    first, second = (msgspec.convert(run_seed(task, progress.append), SeedCourse) for _ in range(2))
     assert first.num_updates == [3, 6, 8]
     assert sum(first.staleness.values()) == 8
     assert first.figures["touched_experts"] > 0
@@ -147,3 +168,181 @@ def test_seeds_follow_the_first():
 def test_what_cannot_be_learned_is_refused(wrong):
     with pytest.raises(UsageError):
         ConvergenceConfig(**wrong)
+
+
+SMALL_MEMORY = MixtureSettings(num_experts=4, layer_dim=32)
+LARGE = MixtureSettings(num_experts=256)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of so many cores, with memory for so many seeds of SMALL."""
+
+    def machine(cores, num_seeds):
+        free = None if num_seeds is None else int(num_seeds * SMALL_MEMORY.memory_bytes())
+        monkeypatch.setattr(module, "memory", lambda: Memory(free, free))
+        monkeypatch.setattr(module, "num_cores", lambda: cores)
+
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("cores", "fitting", "expected"),
+    [(2, 9, 3), (1, 9, 1), (8, 9, 3), (8, 2.5, 2), (8, 0.5, 1), (2, None, 3)],
+)
+def test_seeds_run_side_by_side_as_cores_and_memory_allow(machine, cores, fitting, expected):
+    machine(cores, fitting)
+    assert num_at_once(SMALL_MEMORY, 3) == expected
+
+
+def test_a_gpu_takes_one_seed_after_another():
+    assert num_at_once(MixtureSettings(device="cuda"), 5) == 1
+
+
+def test_the_line_says_what_it_takes_and_whether_that_fits(machine):
+    machine(2, 4)
+    text = memory_text(SMALL_MEMORY, 3, free_bytes("cpu"))
+    assert "for a seed" in text
+    assert "3 seeds at once" in text
+    assert text.endswith("that fits.")
+    assert memory_text(LARGE, 1, 1 << 30).endswith("1.07 GB are free: that does NOT fit.")
+    assert memory_text(LARGE, 1, None).endswith("how much is free is not known.")
+
+
+def test_what_does_not_fit_is_refused_with_a_way_out():
+    check_memory(SMALL_MEMORY, SMALL_MEMORY.memory_bytes())
+    check_memory(LARGE, None)
+    with pytest.raises(
+        UsageError, match="--num-experts or --layer-dim, another --device, or --force"
+    ) as caught:
+        check_memory(LARGE, 1 << 30)
+    assert "of memory, and 1.07 GB are free" in caught.value.what
+
+
+CONFIG = ConvergenceConfig(num_experts=16, layer_dim=128, num_trainers=16, steps=4096, num_seeds=2)
+KEY = {"contender": CONFIG.setup}
+
+
+def row(metric, starts, key=None, unit=""):
+    return Row(key=key or KEY, metric=metric, unit=unit, direction="lower", starts=starts)
+
+
+def curve(metric, *starts):
+    points = [
+        {"value": list(values), "step": [1024.0 * (at + 1) for at in range(4)], "s": [64.0] * 4}
+        for values in starts
+    ]
+    return Curve(key=KEY, metric=metric, unit="", direction="higher", starts=points)
+
+
+def report(accuracies, *, config=CONFIG, failed=()):
+    return Report(
+        benchmark="convergence",
+        created="2026-01-02T03:04:05+00:00",
+        config=msgspec.to_builtins(config),
+        environment={"wall_s": 12.0},
+        rows=[*(rows_summary(accuracies) if accuracies else ()), *failed],
+        curves=curves(accuracies) if accuracies else [],
+    )
+
+
+def rows_summary(accuracies):
+    medians = [[sorted(values[-3:])[1]] for values in accuracies]
+    num_seeds = len(accuracies)
+    return [
+        row("val_accuracy", medians),
+        row("val_accuracy_last_5", medians),
+        row("mean_staleness", [[15.0]] * num_seeds),
+        row("virtual_s", [[320.0]] * num_seeds, unit="s"),
+        row("staleness", [[9.0]] * num_seeds, {**KEY, "of": "trainers", "behind": 0}),
+        row("staleness", [[1.0]] * num_seeds, {**KEY, "of": "trainers", "behind": 4}),
+    ]
+
+
+def curves(accuracies):
+    return [curve("val_accuracy", *accuracies), curve("val_loss", *[[0.5] * 4] * len(accuracies))]
+
+
+FAILED = Row(
+    key={**KEY, "seed": 1338}, metric="val_accuracy", unit="", direction="higher", error="no memory."
+)
+
+
+@pytest.fixture
+def two_seeds():
+    return report([[0.5, 0.90, 0.92, 0.94], [0.5, 0.91, 0.99, 0.93]])
+
+
+def test_the_result_is_the_median_of_all_last_evaluations(two_seeds):
+    result = summarize_convergence(two_seeds)
+    assert result["val_accuracy"] == 0.925
+    assert result["val_accuracy_std"] == pytest.approx(0.0071)
+    assert result["mean_staleness"] == 15
+    assert result["virtual_s"] == 320
+    assert result["num_seeds"] == 2
+    assert "wall_s" not in result
+    assert "failed" not in result
+
+
+def test_the_headline_says_how_well_was_learned_and_how_late(two_seeds):
+    learned, late = headline(two_seeds)
+    assert learned == (
+        "dmoe 16×4 dim 128, 16 trainers, 1000 ms: 92.5 ± 0.7 % of the test images after 4,096 updates, "
+        "the median of the last 3 evaluations of 2 seeds."
+    )
+    assert late == "An update was 15.0 behind on average; they took 320 s of virtual time."
+
+
+def test_seeds_that_failed_are_told():
+    told = report([[0.5, 0.90, 0.92, 0.94]], failed=[FAILED])
+    assert headline(told)[-1] == "1 of 2 seeds did not come to an end."
+    assert summarize_convergence(told)["failed"] == 1
+    nothing = report([], failed=[FAILED])
+    assert headline(nothing) == ["No seed came to its end."]
+    assert "val_accuracy" not in summarize_convergence(nothing)
+    assert "no memory." in printed(nothing)
+
+
+def printed(told):
+    stream = io.StringIO()
+    show(convergence_items(told), stream)
+    return stream.getvalue()
+
+
+def test_the_terminal_shows_every_evaluation_and_the_staleness(two_seeds):
+    text = printed(two_seeds)
+    assert "4,096      64.00  93.50 ± 0.71" in text
+    assert "mean ± deviation over seeds" in text
+    assert "seeds 1337 to 1338" in text
+    assert "  90.0%  ████" in text
+    assert "The gate is trained" in text
+
+
+def test_a_single_seed_has_no_deviation():
+    text = printed(report([[0.5, 0.90, 0.92, 0.94]], config=msgspec.structs.replace(CONFIG, num_seeds=1)))
+    assert "±" not in text
+    assert "seed 1337." in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"is_faithful": True}, "gate not trained, experts' gradients not delayed, one lock"),
+        ({"is_faithful": True, "model": "large-ffn"}, "As the original: one lock"),
+        ({"is_faithful": True, "model": "large-ffn"}, "held 45 ms for an update."),
+        ({"model": "large-ffn", "window_ms": 0.0}, "side by side, 1,900 ms for an update.\n"),
+        ({"window_ms": 50.0}, "those that end within 50 ms do so together.\n"),
+    ],
+)
+def test_how_it_was_done_is_said(fields, words):
+    config = msgspec.structs.replace(CONFIG, **fields).resolved()
+    assert words in printed(report([[0.5, 0.9, 0.9, 0.9]], config=config))
+
+
+def test_many_evaluations_are_thinned_to_a_table_that_can_be_read():
+    values = [index / 100 for index in range(100)]
+    points = {"value": values, "step": [float(at) for at in range(100)], "s": values}
+    told = report([[0.5, 0.9, 0.9, 0.9]])
+    long = [msgspec.structs.replace(each, starts=[points]) for each in told.curves]
+    text = printed(msgspec.structs.replace(told, curves=long))
+    assert sum(line.strip().endswith("-") and "." in line for line in text.splitlines()) == 24

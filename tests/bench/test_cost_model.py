@@ -4,23 +4,34 @@ import pytest
 from msgspec.structs import replace
 
 from group.pretender import ManualSleeper, Pretender, ones
-from shoal.bench.cost_model import Link, Method, Network, Terms, Turn, Work, iteration_s, traffic_of
-from shoal.bench.profile_links import shaped_network
-from shoal.core import UsageError
+from shoal.bench.cost_model import (
+    Method,
+    ModelLink,
+    ModelNetwork,
+    ModelTurn,
+    Terms,
+    Work,
+    fit,
+    iteration_s,
+    shaped_network,
+    slowest_link,
+    traffic_of,
+)
+from shoal.core import Address, UsageError
 from shoal.group import exchange_machines
 from shoal.group.conditions import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
 
-FREE = Link(0.0, 1e18)
-SLOW = Link(0.01, 1e6)
+FREE = ModelLink(0.0, 1e18)
+SLOW = ModelLink(0.01, 1e6)
 WORK = Work(compute_s=3.0, size_bytes=1e6)  # forward 1 s, backward 2 s, a message 1.01 s
 REDUCED = Method(kind="all-reduce", leaves="as-layers-finish", speaks="worker")
 NEIGHBOR = Method(kind="neighbor", leaves="after-forward")
 
 
 def cluster(mates, **options):
-    return Network(inside=FREE, between=SLOW, workers_per_machine=mates, **options)
+    return ModelNetwork(inside=FREE, between=SLOW, workers_per_machine=mates, **options)
 
 
 def test_alone_and_without_sharing_there_is_compute_only():
@@ -37,7 +48,7 @@ def test_buckets_hide_behind_backward_all_but_the_last():
     quarters = replace(REDUCED, bucket_bytes=0.25e6)
     # 0.375 s on the wire for each quarter, one ready every 0.5 s
     assert iteration_s(WORK, quarters, cluster(1), 4) == pytest.approx(3 + 0.375 + 0.06)
-    slow = replace(cluster(1), between=Link(0.01, 0.25e6))
+    slow = replace(cluster(1), between=ModelLink(0.01, 0.25e6))
     # the first is ready after 1.5 s, then the wire is never free: 4 times 1.5 s
     assert iteration_s(WORK, quarters, slow, 4) == pytest.approx(1.5 + 6 + 0.06)
 
@@ -57,7 +68,7 @@ def test_an_exchange_hides_behind_what_comes_after_it_leaves():
     ):
         method = replace(NEIGHBOR, leaves=leaves, bucket_bytes=0.1e6)
         assert iteration_s(WORK, method, cluster(1), 2) == pytest.approx(wanted_s)
-    slow = replace(cluster(1), between=Link(0.0, 0.25e6))
+    slow = replace(cluster(1), between=ModelLink(0.0, 0.25e6))
     assert iteration_s(WORK, NEIGHBOR, slow, 2) == pytest.approx(1 + 4), "what is longer than backward shows"
 
 
@@ -72,7 +83,7 @@ def test_workers_of_a_machine_share_its_line():
 
 
 def test_machines_average_inside_send_one_message_and_tell_all():
-    network = replace(cluster(4), inside=Link(0.0, 10e6))
+    network = replace(cluster(4), inside=ModelLink(0.0, 10e6))
     method = Method(kind="hierarchical", leaves="after-step")
     wanted_s = 3 + 6 * 0.025 + 1.01 + 0.1
     assert iteration_s(WORK, method, network, 8) == pytest.approx(wanted_s)
@@ -99,8 +110,8 @@ def test_what_an_average_brings_is_gone_through_and_nothing_hides_that():
 
 
 def test_traffic_is_counted_from_the_topology():
-    assert traffic_of("one-peer-exponential", 4, 2) == (Turn(1, 1, 1, 1), Turn(0, 2, 1, 1))
-    assert traffic_of("full", 6, 2) == (Turn(1, 8, 4, 2),)
+    assert traffic_of("one-peer-exponential", 4, 2) == (ModelTurn(1, 1, 1, 1), ModelTurn(0, 2, 1, 1))
+    assert traffic_of("full", 6, 2) == (ModelTurn(1, 8, 4, 2),)
     with pytest.raises(UsageError, match="do not fill machines of 4"):
         traffic_of("ring", 6, 4)
 
@@ -130,3 +141,55 @@ def test_the_model_agrees_with_shaped_groups(between, method, issue):
     network = shaped_network(Profile.parse(SHAPE), FREE, between, 4, 2)
     predicted_s = iteration_s(Work(0.0, ones().nbytes), method, network, 4)
     assert predicted_s == pytest.approx(sleeper.clock.now_s(), rel=0.01)
+
+
+def test_parameters_are_found_where_a_maximum_hides_one_at_first():
+    def model(parameters):
+        pace, overhead = parameters
+        return [max(1.0, size * pace) + overhead for size in (1, 2, 4)]
+
+    found = fit(model, model([0.8, 0.1]), [(0.01, 1.0), (0.5, 1.0)])
+    assert found == pytest.approx([0.8, 0.1], rel=1e-3)
+
+
+def test_nothing_is_fitted_below_zero():
+    found = fit(lambda parameters: [1 + parameters[0], 1 + parameters[0]], [0.9, 0.8], [(0.1,)])
+    assert found == [0.0]
+
+
+MEMORY = ModelLink(0.0, 1e9)
+
+
+def test_between_workers_all_links_are_the_profiles():
+    profile = Profile.parse("[ways.default]\ndelay_ms = 20\nmbit_s = 80")
+    network = shaped_network(profile, MEMORY, "workers", 4, 2)
+    assert network.inside == network.between
+    assert network.between.latency_s == pytest.approx(0.02)
+    assert network.between.bytes_per_s == pytest.approx(1e7)
+    assert network.line_of == "worker-pair"
+
+
+def test_between_machines_the_inside_stays_what_it_is():
+    profile = Profile.parse("[ways.default]\ndelay_ms = 20\nmbit_s = 80")
+    network = shaped_network(profile, MEMORY, "machines", 4, 2)
+    assert (network.inside, network.line_of) == (MEMORY, "machine-pair")
+    alone = shaped_network(profile, MEMORY, "machines", 2, 2)
+    assert alone.between == ModelLink(0.0, float("inf")), "a single machine has nobody to talk to"
+
+
+def test_a_line_of_ones_own_is_shared_by_all_that_one_sends():
+    lines = "[places.home]\nup_mbit_s = 8\ndown_mbit_s = 80\n[ways.default]\ndelay_ms = 5"
+    network = shaped_network(Profile.parse(lines), MEMORY, "workers", 2, 1)
+    assert network.between.bytes_per_s == pytest.approx(1e6)
+    assert network.line_of == "worker"
+
+
+def test_the_slowest_of_unlike_links_counts_and_delays_are_means():
+    text = (
+        '[ways.default]\ndelay_ms = { kind = "exponential", mean = 10 }\nmbit_s = 80\n'
+        '[[ways.between]]\nfrom = "rank:0"\nto = "rank:2"\ndelay_ms = 1\nmbit_s = 8'
+    )
+    peers = [Address("rank", rank) for rank in range(3)]
+    link = slowest_link(Profile.parse(text), peers)
+    assert link.latency_s == pytest.approx(0.01, rel=0.02)
+    assert link.bytes_per_s == pytest.approx(1e6)

@@ -6,12 +6,22 @@ import msgspec
 import pytest
 from torch import distributed
 
-from shoal.bench.crew import Place
-from shoal.bench.ddp import DdpConfig, DdpScenario, Stage, bucket_size_of, numbered, options_of, skew, sweep
-from shoal.bench.ddp_summary import ddp_items, encode_ddp
-from shoal.bench.ddp_worker import Bench, iteration_s
+from shoal.bench.ddp import (
+    DdpConfig,
+    DdpScenario,
+    DdpWorker,
+    SweepStage,
+    bucket_size_of,
+    ddp_items,
+    encode_ddp,
+    iteration_s,
+    numbered,
+    options_of,
+    skew,
+    sweep,
+)
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.seat import HostSeat
+from shoal.bench.workers import Place
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import compare, load, save
 from shoal.report.pytorch import diff_lines
@@ -74,7 +84,7 @@ def test_skew_is_of_each_iteration():
     assert skew([[1.0, 2.0], [1.5, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
 
 
-class FakeCrew:
+class FakeWorkers:
     """Workers on paper: `hosts` by rank; a stage of `fails_at` ranks ends them all."""
 
     def __init__(self, hosts, fails_at=None):
@@ -122,13 +132,13 @@ class FakeCrew:
 def run(crew, **changed):
     config = msgspec.structs.replace(TINY, num_workers=len(crew.hosts), num_iters=2, **changed)
     scenario = DdpScenario(msgspec.to_builtins(config), 0)
-    scenario.open_crew = lambda settings: contextlib.nullcontext(crew)
+    scenario.open_workers = lambda settings: contextlib.nullcontext(crew)
     told = []
     return list(scenario.run(told.append)), told
 
 
 def test_all_ranks_are_pooled_one_after_another_and_their_skew_is_kept():
-    crew = FakeCrew(["a"] * 2)
+    crew = FakeWorkers(["a"] * 2)
     rows, _ = run(crew)
     found = {(row.metric, row.key["label"]): row for row in rows}
     assert list(found) == [
@@ -149,7 +159,7 @@ def test_all_ranks_are_pooled_one_after_another_and_their_skew_is_kept():
 
 
 def test_a_stage_that_fails_is_a_row_and_new_workers_are_warmed_up():
-    crew = FakeCrew(["a"] * 3, fails_at=2)
+    crew = FakeWorkers(["a"] * 3, fails_at=2)
     rows, told = run(crew)
     assert [row.key["label"] for row in rows if row.error] == ["1M/2G"]
     assert next(row.error for row in rows if row.error) == "rank 1 failed. Badly."
@@ -159,7 +169,7 @@ def test_a_stage_that_fails_is_a_row_and_new_workers_are_warmed_up():
 
 
 def test_machines_are_compared_with_the_first():
-    rows, told = run(FakeCrew(["a", "b", "odd"]))
+    rows, told = run(FakeWorkers(["a", "b", "odd"]))
     alike = {row.key["host"]: row for row in rows if row.metric == "like_machine_0"}
     assert alike["b"].samples == [1.0]
     assert alike["odd"].samples == [0.0]
@@ -173,7 +183,7 @@ def alone(tmp_path):
 
     def alone(**changed):
         place = Place(0, 1, "test-ddp", str(tmp_path))
-        return Bench(HostSeat(place), place, msgspec.structs.replace(TINY, num_workers=1, **changed))
+        return DdpWorker(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
 
     return alone
 
@@ -197,7 +207,7 @@ def test_a_lone_worker_has_torchs_wrapper_around_its_model(alone, monkeypatch):
 
 
 def test_the_wrapper_uses_the_backend_that_its_group_has_opened(alone, monkeypatch):
-    monkeypatch.setattr(Bench, "_is_usual", False)
+    monkeypatch.setattr(DdpWorker, "_is_usual", False)
     assert len(alone().measure("small-mlp", 1, "ddp-gloo")) == 3
     assert not distributed.is_initialized()
 
@@ -217,7 +227,7 @@ def test_gradients_do_not_add_up(alone):
 
 def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkeypatch):
     asked = []
-    monkeypatch.setattr(HostSeat, "open_group", lambda seat, name, **named: asked.append(named["backend"]))
+    monkeypatch.setattr(Place, "open_group", lambda place, name, **named: asked.append(named["backend"]))
     for changed in (
         {},
         {"strategy": "all-reduce", "distributed_backend": "shoal"},
@@ -231,8 +241,8 @@ def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkey
 
 
 def test_a_stage_knows_whether_something_is_wrapped_around_the_model():
-    assert Stage("no ddp", 1).is_alone
-    assert not Stage("1M/1G", 1).is_alone
+    assert SweepStage("no ddp", 1).is_alone
+    assert not SweepStage("1M/1G", 1).is_alone
 
 
 @pytest.mark.slow

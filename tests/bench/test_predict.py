@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.bench.cost_model import Link, Method, Network, Terms, Work, iteration_s
+from shoal.bench.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
 from shoal.bench.frame import Measured
 from shoal.bench.predict import forecast_curves, forecast_items, forecast_of, forecast_result
 from shoal.bench.scaling import ScalingConfig, ScalingScenario
@@ -69,7 +69,7 @@ def test_overhead_and_stragglers_are_calibrated_and_carried_on():
 
 
 def test_the_link_between_machines_is_calibrated_where_several_were_measured():
-    network = Network(inside=Link(20e-6, 8e9), between=Link(50e-6, 2e6), workers_per_machine=2)
+    network = ModelNetwork(inside=ModelLink(20e-6, 8e9), between=ModelLink(50e-6, 2e6), workers_per_machine=2)
     method = Method(kind="all-reduce", leaves="as-layers-finish")
     times_s = {
         size: iteration_s(Work(COMPUTE_S[size], PARAMETER_BYTES), method, network, size, Terms(0.002))

@@ -1,6 +1,6 @@
 import sys
 
-from shoal.bench.progress import show_progress, with_bar
+from shoal.bench.frame import show_progress, with_bar
 
 
 def test_plain_lines_on_stderr_when_it_is_no_terminal(capsys):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launch.machines import two_machines
-from shoal.bench.crew import CrewSettings
-from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
+from shoal.bench.ranks import LaunchedWorkers, Ranks, Told, in_lines
+from shoal.bench.workers import WorkerSettings
 from shoal.core import BenchmarkError, PeerLost
 from shoal.group import Done, SoloGroup
 from shoal.launch.output import MAX_LINE_BYTES, LineSplitter
@@ -20,7 +20,7 @@ SHORT = ["--model", "small-mlp", "--short", "--strategies", "neighbor", "--no-dd
 
 
 def crew(size=1, **arguments):
-    return RankCrew(SoloGroup(), CrewSettings("bench.sample_workers:work", size, arguments))
+    return LaunchedWorkers(SoloGroup(), WorkerSettings("bench.sample_workers:work", size, arguments))
 
 
 def test_the_first_rank_works_too_and_answers_its_own_orders():
@@ -77,7 +77,7 @@ class Losing(SoloGroup):
 
 
 def test_a_rank_that_is_lost_is_a_failure_of_the_benchmark_and_of_all_later_orders():
-    workers = RankCrew(Losing(), CrewSettings("bench.sample_workers:work", 1))
+    workers = LaunchedWorkers(Losing(), WorkerSettings("bench.sample_workers:work", 1))
     for _ in range(2):
         with pytest.raises(BenchmarkError, match="rank 1 is lost: it was killed"):
             workers.ask("describe")
@@ -86,7 +86,7 @@ def test_a_rank_that_is_lost_is_a_failure_of_the_benchmark_and_of_all_later_orde
 
 def test_who_failed_first_is_named_and_not_who_missed_it():
     failed = {"failure": "ValueError: no", "trace": "", "is_consequence": False}
-    workers = RankCrew(Losing({"answer": None}), CrewSettings("bench.sample_workers:work", 1))
+    workers = LaunchedWorkers(Losing({"answer": None}), WorkerSettings("bench.sample_workers:work", 1))
     workers.ask("describe")
     workers._control = Losing(failed)
     workers._worker.follow = lambda _: {"failure": "PeerLost: rank 1", "trace": "", "is_consequence": True}

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.bench.contenders import NONE
 from shoal.bench.frame import make_scenario
-from shoal.bench.scaling import PROCESSORS, Lane, Point, ScalingConfig, processor_rows, rows_of
+from shoal.bench.scaling import PROCESSORS, PointSpeeds, ScalingConfig, ScalingPoint, processor_rows, rows_of
 from shoal.core import BenchmarkError, UsageError
 
 TINY = ScalingConfig(
@@ -21,7 +21,7 @@ TINY = ScalingConfig(
 )
 
 
-class StandInCrew:
+class StandInWorkers:
     """Workers that take one second a batch under `none`, and two under a strategy."""
 
     is_running = True
@@ -49,7 +49,7 @@ class StandInCrew:
 
 def measure(config, crew, told=None):
     scenario = make_scenario("scaling", msgspec.to_builtins(config), 0)
-    scenario.open_crew = crew
+    scenario.open_workers = crew
     return list(scenario.run(lambda text: told.append(text) if told is not None else None))
 
 
@@ -62,7 +62,7 @@ def by_key(rows):
 
 def test_every_strategy_is_measured_with_every_number_beside_none():
     told = []
-    rows = by_key(measure(TINY, StandInCrew(), told))
+    rows = by_key(measure(TINY, StandInWorkers(), told))
     assert rows["images_per_s", NONE, 1, None].samples == [4.0] * 6
     assert rows["images_per_s", NONE, 2, None].samples == [8.0] * 4
     for name in TINY.strategies:
@@ -79,20 +79,20 @@ def test_every_strategy_is_measured_with_every_number_beside_none():
 
 
 def test_a_strategy_and_none_change_their_order_from_iteration_to_iteration():
-    crew = StandInCrew()
+    crew = StandInWorkers()
     measure(msgspec.structs.replace(TINY, num_workers=(2,), strategies=("neighbor",)), crew)
     iterations = [strategy for order, strategy, among in crew.orders if (order, among) == ("iterate", 2)]
     assert iterations == ["neighbor", NONE, NONE, "neighbor"]
 
 
 def test_one_worker_alone_is_measured_where_nobody_asks_for_it():
-    rows = by_key(measure(msgspec.structs.replace(TINY, num_workers=(2,)), StandInCrew()))
+    rows = by_key(measure(msgspec.structs.replace(TINY, num_workers=(2,)), StandInWorkers()))
     assert rows["images_per_s", NONE, 1, None].samples == [4.0, 4.0]
     assert ("images_per_s", "neighbor", 1, None) not in rows
 
 
 def test_what_cannot_be_or_breaks_is_a_row_and_the_rest_goes_on():
-    crew = StandInCrew(refused=["horovod"], broken=[("neighbor", 2)])
+    crew = StandInWorkers(refused=["horovod"], broken=[("neighbor", 2)])
     config = msgspec.structs.replace(TINY, strategies=("horovod", "neighbor", "all-reduce"))
     rows = by_key(measure(config, crew))
     assert rows["images_per_s", "horovod", 2, None].error == "it is not there."
@@ -104,20 +104,22 @@ def test_what_cannot_be_or_breaks_is_a_row_and_the_rest_goes_on():
 
 
 def test_what_sends_past_its_group_cannot_be_shaped():
-    rows = by_key(measure(msgspec.structs.replace(TINY, strategies=("ddp",), profile="lan"), StandInCrew()))
+    rows = by_key(
+        measure(msgspec.structs.replace(TINY, strategies=("ddp",), profile="lan"), StandInWorkers())
+    )
     assert "no profile" in rows["images_per_s", "ddp", 2, None].error
 
 
 def test_a_crew_may_be_larger_than_what_is_measured():
-    crew = StandInCrew()
+    crew = StandInWorkers()
     measure(msgspec.structs.replace(TINY, crew_size=4), crew)
     assert crew.settings.size == 4
     assert max(among for order, _, among in crew.orders if order == "iterate") == 2
 
 
 def test_efficiency_is_of_the_mean_speed_of_one_worker():
-    lane = Lane(speeds=[[8.0, 10.0], [9.0, 9.0]], ceilings=[[10.0, 10.0], [9.0, 9.0]])
-    rows = by_key(rows_of(Point(NONE, 4, 2), {"sma": lane}, [[9.0], [11.0]]))
+    lane = PointSpeeds(speeds=[[8.0, 10.0], [9.0, 9.0]], ceilings=[[10.0, 10.0], [9.0, 9.0]])
+    rows = by_key(rows_of(ScalingPoint(NONE, 4, 2), {"sma": lane}, [[9.0], [11.0]]))
     assert rows["scaling_efficiency", "sma", 2, None].samples == pytest.approx([0.9, 0.9])
     assert rows["scaling_efficiency", NONE, 2, None].samples == pytest.approx([1.0, 0.9])
     assert rows["fraction_of_ceiling", "sma", 2, None].samples == pytest.approx([0.9, 1.0])

@@ -1,7 +1,7 @@
 import msgspec
 
-from shoal.bench.scaling import Lane, Point, ScalingConfig, rows_of
-from shoal.bench.scaling_forecast import predicted_curves, predicted_items, predicted_result
+from shoal.bench.scaling import PointSpeeds, ScalingConfig, ScalingPoint, predicted_curves, rows_of
+from shoal.bench.scaling_tables import predicted_items, predicted_result
 from shoal.report import Report
 
 CONFIG = ScalingConfig(
@@ -11,8 +11,10 @@ CONFIG = ScalingConfig(
 
 def measured():
     alone = [[100.0]]
-    yield from rows_of(Point("none", 32, 1), {"neighbor": Lane([[99.0]], [[100.0]])}, alone)
-    yield from rows_of(Point("none", 32, 2), {"neighbor": Lane([[90.0] * 2], [[95.0] * 2])}, alone)
+    yield from rows_of(ScalingPoint("none", 32, 1), {"neighbor": PointSpeeds([[99.0]], [[100.0]])}, alone)
+    yield from rows_of(
+        ScalingPoint("none", 32, 2), {"neighbor": PointSpeeds([[90.0] * 2], [[95.0] * 2])}, alone
+    )
 
 
 def test_what_one_start_measured_is_extended_to_many_workers():

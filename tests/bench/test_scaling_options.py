@@ -1,8 +1,7 @@
 import msgspec
 import pytest
 
-from shoal.bench.scaling import ScalingConfig
-from shoal.bench.scaling_options import given_options, options_for
+from shoal.bench.scaling import ScalingConfig, given_options, options_for
 from shoal.core import UsageError
 
 CONFIG = ScalingConfig()

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bench.sample_crews import FakeCrew
+from bench.sample_fake_workers import FakeWorkers
 from shoal.bench import training
 from shoal.bench.frame import make_scenario
 from shoal.bench.training import TrainingConfig
@@ -53,11 +53,12 @@ def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
 def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
     waited = {rank: sum(rows["waited", "all-reduce", rank, 1 - rank].samples) for rank in (0, 1)}
     assert waited[0] > 3 * waited[1]
-    assert rows["fraction_of_own_speed", "all-reduce", 0].samples[0] < 0.5
+    # the smaller of two: what else runs on the machine may slow down what a block is compared with
+    assert min(rows["fraction_of_own_speed", "all-reduce", 0].samples) < 0.5
     assert not [key for key in rows if key[:2] == ("waited", "pair")]
 
 
-class TrainingCrew(FakeCrew):
+class TrainingWorkers(FakeWorkers):
     """Workers that take 10 ms an iteration; what they are told to fails, once or always."""
 
     def ask(self, order, strategy, iterations=0, seconds=0.0, sleep_s=0.0):
@@ -74,40 +75,40 @@ class TrainingCrew(FakeCrew):
 
 @pytest.mark.parametrize("moment", ["attach", "block"])
 def test_a_strategy_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
-    monkeypatch.setattr(TrainingCrew, "failing", [(moment, "sma")])
+    monkeypatch.setattr(training, "LocalWorkers", TrainingWorkers)
+    monkeypatch.setattr(TrainingWorkers, "failing", [(moment, "sma")])
     config = msgspec.structs.replace(TINY, strategies=("all-reduce", "sma", "pair"), num_pairs=3)
     rows = by_key(measure(config))
     assert rows["examples_per_s", "sma"].error == "rank 1 of 2 failed: sma broke. Try: again."
     assert ("fraction_of_ceiling", "sma") not in rows
     for name in ("all-reduce", "pair"):
         assert rows["fraction_of_ceiling", name].samples == [1.0] * 3
-    orders = TrainingCrew.latest.orders
+    orders = TrainingWorkers.latest.orders
     assert orders.count(("attach", "all-reduce")) == 2
     assert orders.count(("attach", "sma")) == 1
 
 
 def test_when_all_fail_nothing_is_started_again(monkeypatch):
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
-    monkeypatch.setattr(TrainingCrew, "failing", [("attach", "sma")])
+    monkeypatch.setattr(training, "LocalWorkers", TrainingWorkers)
+    monkeypatch.setattr(TrainingWorkers, "failing", [("attach", "sma")])
     rows = measure(msgspec.structs.replace(TINY, strategies=("sma",)))
     assert [row.error is not None for row in rows] == [True]
-    assert [order for order in TrainingCrew.latest.orders if order[0] == "attach"] == [
+    assert [order for order in TrainingWorkers.latest.orders if order[0] == "attach"] == [
         ("attach", "none"),
         ("attach", "sma"),
     ]
 
 
 def test_neighbouring_blocks_take_turns(monkeypatch):
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
+    monkeypatch.setattr(training, "LocalWorkers", TrainingWorkers)
     measure(msgspec.structs.replace(TINY, strategies=("sma",), num_pairs=2))
-    warm, measured = TrainingCrew.latest.orders[:4], TrainingCrew.latest.orders[4:]
+    warm, measured = TrainingWorkers.latest.orders[:4], TrainingWorkers.latest.orders[4:]
     assert [order for order, _ in warm] == ["attach", "block"] * 2
     assert [strategy for _, strategy in measured] == ["sma", "none", "none", "sma"]
 
 
 def test_a_block_holds_whole_rounds(monkeypatch):
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
+    monkeypatch.setattr(training, "LocalWorkers", TrainingWorkers)
     options = {"local-sgd": {"local_steps": 8}}
     config = msgspec.structs.replace(TINY, strategies=("local-sgd",), options=options, block_s=0.1)
     rows = by_key(measure(config))
@@ -115,9 +116,9 @@ def test_a_block_holds_whole_rounds(monkeypatch):
 
 
 def test_servers_are_hired_for_the_strategy_that_needs_them(monkeypatch):
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
+    monkeypatch.setattr(training, "LocalWorkers", TrainingWorkers)
     measure(msgspec.structs.replace(TINY, strategies=("sma", "parameter-server"), num_servers=2))
-    hired = TrainingCrew.latest.hired
+    hired = TrainingWorkers.latest.helpers
     assert [helper.name for helper in hired] == ["server 0", "server 1"]
     assert [helper.arguments["strategy"] for helper in hired] == ["parameter-server"] * 2
 

@@ -1,8 +1,14 @@
+""""""
+
+import contextlib
+import socket
+
 import msgspec
 import pytest
 
 from shoal.bench.frame import make_scenario
-from shoal.bench.transport import SHORT, summarize_transport
+from shoal.bench.transport import SHORT, RawClient, RawTlsClient, receive_exactly, summarize_transport
+from shoal.bench.workers import child
 from shoal.report import Report, Row
 
 TINY = msgspec.structs.replace(
@@ -58,3 +64,30 @@ def test_the_result_has_the_names_that_scripts_read(report):
 def test_unknown_settings_are_refused():
     with pytest.raises(msgspec.ValidationError, match="unknown field"):
         make_scenario("transport", {"repeat": 3}, seed=0)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_the_ceiling_echoes_and_counts_both_directions(in_flight):
+    arguments = {"size_bytes": 100_000, "in_flight": in_flight}
+    with child("shoal.bench.transport:serve_raw", arguments) as server:
+        with contextlib.closing(RawClient(server.expect()["port"], 100_000, in_flight)) as client:
+            assert client.echo_for(0.05) > 2 * 100_000  # bytes a second
+            assert client.echo_for(0.0) > 0  # everything under way has come back in between
+
+
+def test_a_peer_that_goes_is_noticed():
+    here, there = socket.socketpair()
+    there.sendall(b"abc")
+    there.close()
+    with here, pytest.raises(EOFError):
+        receive_exactly(here, memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_the_ceiling_under_tls_echoes_and_counts_both_directions(in_flight):
+    arguments = {"size_bytes": 100_000, "in_flight": in_flight}
+    with child("shoal.bench.transport:serve_raw_tls", arguments) as server:
+        with contextlib.closing(RawTlsClient(server.expect()["port"], 100_000, in_flight)) as client:
+            assert client._sending.version() == client._receiving.version() == "TLSv1.3"
+            assert client.echo_for(0.05) > 2 * 100_000  # bytes a second
+            assert client.echo_for(0.0) > 0

@@ -4,13 +4,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.bench import collectives, experts_config
+from shoal.bench import collectives
 from shoal.bench.collectives import MIB, CollectivesConfig
-from shoal.bench.dht_config import DhtConfig, config_of
+from shoal.bench.dht import DhtConfig, config_of
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench_common as module
 from shoal.cli.program import run
 from shoal.core import PeerLost
+from shoal.doctor import machine
 from shoal.report import DEFAULT_FOLDER, Report, Row, load
 
 CREATED = "2026-01-02T03:04:05+00:00"
@@ -234,12 +235,12 @@ def test_collectives_take_lists(call, bench):
 
 
 def test_collectives_are_of_the_cpu_unless_a_gpu_is_asked_for(call, bench, monkeypatch):
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     call("--np", "2", verb="collectives")
     assert (bench.config.device, bench.config.workers) == ("cpu", (2,))
     call("--device", "cuda", verb="collectives")
     assert bench.config.device == "cuda"
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     code, _, complaint = call("--device", "cuda", verb="collectives")
     assert code == 2
     assert "There is no GPU for --device cuda" in complaint

@@ -1,9 +1,9 @@
 import pytest
 
 from shoal import data
-from shoal.bench import experts_config, machine
-from shoal.cli import bench_accuracy as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
+from shoal.doctor import machine
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_without_flags_it_is_the_experiment_with_tricks(call):
     ("found", "flags", "device"), [("cuda", (), "cuda"), ("cpu", (), "cpu"), ("cuda", ("cpu",), "cpu")]
 )
 def test_gpus_are_taken_where_there_are_any_unless_told(call, monkeypatch, found, flags, device):
-    monkeypatch.setattr(experts_config, "default_device", lambda: found)
+    monkeypatch.setattr(machine, "default_device", lambda: found)
     monkeypatch.setattr(machine, "gpus", lambda _: machine.Gpus((machine.Gpu("A"),)))
     _, err, config, _ = call("--np", 2, *(("--device", *flags) if flags else ()))
     assert config.device == device
@@ -43,7 +43,7 @@ def test_gpus_are_taken_where_there_are_any_unless_told(call, monkeypatch, found
 
 
 def test_a_gpu_that_is_not_there_is_asked_for_in_vain(call, monkeypatch):
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     code, complaint, config, _ = call("--device", "cuda")
     assert (code, config) == (2, None)
     assert "There is no GPU" in complaint

@@ -3,10 +3,10 @@ import json
 import pytest
 
 from shoal import data
-from shoal.bench import convergence_memory
-from shoal.bench.machine import Memory
-from shoal.cli import bench_convergence as module
+from shoal.bench import convergence
+from shoal.cli import bench as module
 from shoal.cli.program import run
+from shoal.doctor.machine import Memory
 
 PLENTY = 10**12
 
@@ -19,10 +19,10 @@ def call(monkeypatch, capsys):
         module, "run_and_tell", lambda _, config, settings, *rest: asked.append((config, settings))
     )
     monkeypatch.setattr(data, "mnist", lambda train, folder: None)
-    monkeypatch.setattr(module, "device_of", lambda device: "cpu" if device == "auto" else device)
+    monkeypatch.setattr(convergence, "device_of", lambda device: "cpu" if device == "auto" else device)
 
     def call(*arguments, free_bytes=PLENTY):
-        monkeypatch.setattr(convergence_memory, "memory", lambda: Memory(free_bytes, free_bytes))
+        monkeypatch.setattr(convergence, "memory", lambda: Memory(free_bytes, free_bytes))
         code = run(["bench", "convergence", *map(str, arguments)])
         return code, capsys.readouterr().err, *(asked[-1] if asked else (None, None))
 

@@ -5,10 +5,10 @@ import os
 import msgspec
 import pytest
 
-from shoal.bench import experts_config, machine
 from shoal.bench.ddp import DdpConfig
 from shoal.cli import bench_common
 from shoal.cli.program import run
+from shoal.doctor import machine
 from shoal.report import Code, Report, Row
 
 PLACED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -48,9 +48,8 @@ def configured(monkeypatch, tmp_path):
 @pytest.fixture
 def four_gpus(monkeypatch):
     found = machine.Gpus((machine.Gpu("NVIDIA H200"),) * 4)
-    for module in (machine, experts_config):
-        monkeypatch.setattr(module, "torch_build", lambda: "CUDA 12.4")
-        monkeypatch.setattr(module, "gpus", lambda answer_s: found)
+    monkeypatch.setattr(machine, "torch_build", lambda: "CUDA 12.4")
+    monkeypatch.setattr(machine, "gpus", lambda answer_s: found)
 
 
 def test_defaults_on_the_cpu(configured):

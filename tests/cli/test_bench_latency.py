@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from shoal.bench.latency_config import LatencyConfig
+from shoal.bench.latency import LatencyConfig
 from shoal.cli import bench_common as module
 from shoal.cli.program import run
 from shoal.report import Report, Row

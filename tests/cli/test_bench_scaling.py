@@ -1,9 +1,9 @@
 import pytest
 
-from shoal.bench import experts_config
-from shoal.bench.scaling import ScalingConfig
-from shoal.cli import bench_scaling as module
+from shoal.bench.scaling import ScalingConfig, doubling
+from shoal.cli import bench as module
 from shoal.cli.program import run
+from shoal.doctor import machine
 
 
 @pytest.fixture
@@ -63,7 +63,8 @@ def test_flags_reach_the_benchmark(call):
 
 
 def test_a_launcher_s_processes_are_measured_by_doubling(call, monkeypatch):
-    monkeypatch.setattr(module, "launched_size", lambda: 6)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
     assert call("--no-cuda")[2].num_workers == (1, 2, 4, 6)
     assert call("--no-cuda", "--dist-optimizer", "allreduce")[2].num_workers == (6,)
     config = call("--no-cuda", "--np", "2,3")[2]
@@ -81,14 +82,14 @@ def test_a_profile_is_of_the_links_that_there_are(call):
 
 @pytest.mark.parametrize(("last", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8))])
 def test_numbers_double_up_to_the_last(last, counts):
-    assert module.doubling(last) == counts
+    assert doubling(last) == counts
 
 
 def test_a_gpu_is_taken_where_there_is_one(call, monkeypatch):
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     config = call("--np", 2)[2]
     assert (config.device, config.model, config.image_size) == ("cuda", "resnet50", 224)
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     assert call("--np", 2)[2].device == "cpu"
     assert call("--np", 2, "--device", "cuda", "-H", "far:2")[2].device == "cuda"
     code, complaint, _ = call("--device", "cuda")

@@ -2,10 +2,11 @@ import json
 
 import pytest
 
-from shoal.bench import experts_config, machine, training_by_hand
-from shoal.bench.machine import Gpu, Gpus
-from shoal.cli import bench_training as module
+from shoal.bench import training_by_hand
+from shoal.cli import bench as module
 from shoal.cli.program import run
+from shoal.doctor import machine
+from shoal.doctor.machine import Gpu, Gpus
 from shoal.report import Report
 
 
@@ -13,7 +14,7 @@ from shoal.report import Report
 def asked(monkeypatch, tmp_path):
     """What `run_and_tell` is asked for, by name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     seen = {}
 
     def stand_in(benchmark, config, settings, summarize, outputs, against=None, where=None):
@@ -106,9 +107,16 @@ def test_a_command_of_kungfus_document_measures_that_strategy_alone(call, asked,
     assert (config.num_warmup, config.iterations, config.num_pairs) == (10, 5, 7)
 
 
+def test_flags_of_kungfus_script_that_change_nothing_say_what_they_mean_here(call, asked):
+    code, _, said = call("--kungfu", "sma", "--eager", "--xla", "--optimizer", "SGD")
+    assert (code, asked["config"].strategies) == (0, ("sma",))
+    assert "--eager: PyTorch computes eagerly anyway." in said
+    assert "--xla: nothing is compiled here" in said
+
+
 @pytest.fixture
 def two_gpus(monkeypatch, asked):
-    monkeypatch.setattr(experts_config, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "default_device", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda _: Gpus((Gpu("A"), Gpu("B"))))
 
 
@@ -229,6 +237,7 @@ def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked,
         ("--slow-worker", "1"),
         ("--slow-worker", "1:0.5"),
         ("--kungfu", "sync"),
+        ("--optimizer", "adam"),
         ("--kungfu", "sma", "--strategies", "sma"),
         ("--device", "cuda", "--no-cuda"),
         ("--num-servers", "2"),

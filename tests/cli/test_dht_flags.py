@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.cli.dht_flags import with_bare_latest
+from shoal.cli.bench import with_bare_latest
 
 
 @pytest.mark.parametrize(

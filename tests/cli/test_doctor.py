@@ -12,14 +12,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.bench import joining, recording
-from shoal.bench.advice import ROWS
-from shoal.bench.findings import fail, ok, warn
-from shoal.bench.health import CHECKS
 from shoal.cli import doctor as module
 from shoal.cli.doctor import doctor
 from shoal.core import UsageError
 from shoal.core.identity import new_secret, write_private_file
+from shoal.doctor import joining, recording
+from shoal.doctor.advice import ROWS
+from shoal.doctor.checks import CHECKS, fail, ok, warn
 from shoal.transport.network.profiles import Profile
 
 app = typer.Typer()

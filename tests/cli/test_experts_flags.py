@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from shoal.bench import experts_config
-from shoal.bench.experts_config import ExpertsConfig, config_of
+from shoal.bench import experts as experts_benchmark
+from shoal.bench.experts import ExpertsConfig, config_of
 from shoal.cli import bench_common as module
 from shoal.cli.program import run
 from shoal.report import Report, Row
@@ -66,7 +66,7 @@ def test_ffn_massive_raises_the_limit_on_files_by_itself(experts, monkeypatch):
         asked.append(should_raise)
         return "Raised it."
 
-    monkeypatch.setattr(experts_config, "ensure_open_files", ensure)
+    monkeypatch.setattr(experts_benchmark, "ensure_open_files", ensure)
     experts("--preset", "ffn-massive", "--device", "cpu")
     experts("--preset", "nop", "--device", "cpu")
     experts("--preset", "nop", "--device", "cpu", "--increase-file-limit")

@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from shoal._version import __version__
 from shoal.cli import doctor as module
-from shoal.cli.program import BAD_USAGE, FAILED, INTERRUPTED, main, run
+from shoal.cli.program import BAD_USAGE, FAILED, INTERRUPTED, app, main, run
 from shoal.core import PeerLost
+from shoal.doctor.checks import CheckResult
 from shoal.report import Report, Row, save
 
 PROGRAM = Path(sys.executable).with_name("shoal")  # the console script lies beside its interpreter
@@ -129,7 +131,7 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
 
 
 def test_a_verbs_own_exit_code_is_the_programs(capsys, monkeypatch):
-    monkeypatch.setattr(module, "run_checks", lambda _: [module.Finding("fail", "Broken.", name="x")])
+    monkeypatch.setattr(module, "run_checks", lambda _: [CheckResult("fail", "Broken.", name="x")])
     assert run(["doctor"]) == 1
     assert '"exit_code":1' in capsys.readouterr().out
 
@@ -244,3 +246,23 @@ def test_a_stderr_that_nobody_reads_costs_no_data(closed_pipe):
     )
     assert done.returncode == 1
     assert len(done.stdout.strip()) == 43
+
+
+def test_the_help_has_every_verb_in_a_group_on_one_line(capsys):
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    groups = dict(
+        part.split(":\n", 1) for part in shown.split("\n\n") if not part.startswith(("Usage", " ", "Options"))
+    )
+    assert list(groups) == ["Train", "Swarm", "Measure", "Look"]
+    verbs = [line.split(maxsplit=1) for text in groups.values() for line in text.splitlines()]
+    assert {name for name, _ in verbs} == {*typer.main.get_command(app).commands}
+    assert all(text.endswith(".") and "..." not in text for _, text in verbs)
+
+
+@pytest.mark.parametrize("group", ["bench", "keys"])
+def test_no_line_of_a_group_s_help_is_cut(capsys, group):
+    assert run([group, "--help"]) == 0
+    listed = capsys.readouterr().out.split("Commands:\n")[1]
+    assert "..." not in listed
+    assert "…" not in listed

@@ -4,9 +4,15 @@ import msgspec
 import pytest
 
 from core.boards import NOW_S, gone, note
-from shoal.cli.top_jobs import JobSource, _age, jobs_of, shot_of
-from shoal.core import ManualClock, UsageError
+from shoal.cli.top import JobSource, _age, jobs_of, shot_of
+from shoal.core import ManualClock, UsageError, board
 from shoal.core.board import Sighting, pin
+
+
+def hide_other_jobs(monkeypatch):
+    """Read the board of this test alone: jobs that run on the machine meanwhile are on the common ones."""
+    first = board.folders
+    monkeypatch.setattr(board, "folders", lambda: first()[:1])
 
 
 def sighting(rank=0, run="job", age_s=0.5, state="running", **fields):
@@ -99,6 +105,7 @@ def test_two_strategies_of_a_worker_are_two_rows_and_count_once():
 
 def test_a_run_is_named_by_its_beginning(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hide_other_jobs(monkeypatch)
     clock = ManualClock(wall_s=NOW_S)
     for run in ("abc", "abd", "ab"):
         pin(run).write(note(run=run))
@@ -167,6 +174,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such_and_as_null_in_json():
 
 def test_an_elastic_run_shows_its_generation_and_who_has_come_and_gone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hide_other_jobs(monkeypatch)
     source, pins = JobSource("job", ManualClock(wall_s=NOW_S)), {}
     looks = [(1, [0, 1]), (2, [0, 1, 2]), (3, [2, 0])]
     shots = []

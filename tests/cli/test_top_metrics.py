@@ -1,7 +1,7 @@
 import math
 
 from core.boards import note
-from shoal.cli.top_metrics import job_metrics
+from shoal.cli.top_view import job_metrics
 from shoal.core.board import Sighting
 
 

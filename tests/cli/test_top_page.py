@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from cli.test_top_jobs import shot, sighting
-from shoal.cli import top_web
+from shoal.cli import top_view
 from shoal.core import SYSTEM_CLOCK, Address
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -91,11 +91,11 @@ def read_with(folder, scheme, width):
 
 
 def page_of(monkeypatch, looks):
-    page = top_web._page()
+    page = top_view._page()
     changed = page.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{TELL}</body>")
-    monkeypatch.setattr(top_web, "_page", lambda: changed)
+    monkeypatch.setattr(top_view, "_page", lambda: changed)
     with pytest.raises(KeyboardInterrupt):
-        top_web.serve(looks, Address("127.0.0.1", 0), 0.01, SYSTEM_CLOCK, looks.tell)
+        top_view.serve(looks, Address("127.0.0.1", 0), 0.01, SYSTEM_CLOCK, looks.tell)
     return looks.found
 
 

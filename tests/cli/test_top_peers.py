@@ -1,4 +1,4 @@
-from shoal.cli.top_peers import shot_of
+from shoal.cli.status import swarm_shot
 from shoal.core import Address, Peer, PeerId
 from shoal.dht.crawl import Crawl, Visited
 from shoal.dht.wire import About
@@ -23,7 +23,7 @@ def visited(number, round_trip_s):
 
 def test_peers_stay_where_they_are_from_one_look_to_the_next():
     looks = [[visited(1, 0.02), visited(2, 0.01)], [visited(2, 0.02), visited(1, 0.01)]]
-    shots = [shot_of(Crawl(peers, [], 0, 2, 1), [START]) for peers in looks]
+    shots = [swarm_shot(Crawl(peers, [], 0, 2, 1), [START]) for peers in looks]
     assert [[row[0] for row in shot.terminal.table.rows] for shot in shots] == [["01010101", "02020202"]] * 2
     shot = shots[0]
     assert shot.terminal.figures == (

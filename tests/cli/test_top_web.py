@@ -5,7 +5,7 @@ import pytest
 
 from cli.test_top_jobs import shot, sighting
 from core.boards import NOW_S
-from shoal.cli.top_web import Stage, serve
+from shoal.cli.top_view import LivePages, serve
 from shoal.core import Address, ManualClock, PeerUnreachable
 
 
@@ -15,7 +15,7 @@ def view_of(stage):
 
 def test_the_page_gets_the_newest_and_the_course_of_its_numbers():
     clock = ManualClock(wall_s=NOW_S)
-    stage = Stage(clock)
+    stage = LivePages(clock)
     assert view_of(stage) == {"age_s": 0.0, "error": "", "views": []}
     stage.put(shot(sighting(examples_per_s=10.0)))
     clock.advance(1)
@@ -72,7 +72,7 @@ def test_it_is_served_until_it_is_ended():
 
 def test_while_looks_fail_programs_are_told():
     clock = ManualClock(wall_s=NOW_S)
-    stage = Stage(clock)
+    stage = LivePages(clock)
     pages = stage.site().pages
     stage.put(shot(sighting(step=7)))
     assert "shoal_top_up 1\n" in pages["/metrics"].make()

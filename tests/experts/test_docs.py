@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.experts_config import PRESETS
+from shoal.bench.experts import PRESETS
 from shoal.dht import connect
 from shoal.experts import HostingConfig, MixtureSettings, expert_class, hosted, make_expert
 from shoal.experts.classes import EXPERT_CLASSES, ExpertClass, TrainingSettings
@@ -94,7 +94,7 @@ def test_quoted_messages_are_the_sources(message):
 
 def test_keys_of_a_result_are_those_that_are_told():
     told = {name for row in rows_of("key of `RESULT`") for name in re.findall(r"`(\w+)`", row[0])}
-    summary = (ROOT / "src/shoal/bench/experts_summary.py").read_text()
+    summary = (ROOT / "src/shoal/bench/experts.py").read_text()
     made = set(re.findall(r"figures\[\"(\w+)\"\]|^ +\"(\w+)\": start", summary, re.MULTILINE))
     made = {name for pair in made for name in pair if name}
     assert made - {"num_samples", "seconds", "startup_experts_s", "startup_networking_s", "launch_s"} <= told

@@ -1,3 +1,5 @@
+""""""
+
 import json
 import random
 import re
@@ -9,8 +11,8 @@ import pytest
 from report import samples
 from shoal.core.errors import ReportError, UsageError
 from shoal.report import Curve, Report, Row, compare
-from shoal.report.charts import group_reports, overview_data, spread_data, thin
-from shoal.report.html import write_diff, write_reports
+from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
+from shoal.report.plots import Shown, group_reports, overview_data, spread_data, thin
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -65,7 +67,7 @@ def report(*rows, **fields):
     return Report(benchmark="transport", created="2026-03-02T10:00:00Z", rows=list(rows), **fields)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def plotly(monkeypatch, request):
     """A stand-in of a few bytes, except where a test asks for the real one."""
     if "real_plotly" not in request.fixturenames:
@@ -77,6 +79,7 @@ def real_plotly():
     return pytest.importorskip("plotly")
 
 
+@pytest.mark.usefixtures("plotly")
 def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
     page = Page(write_reports([report(row())], tmp_path / "r.html", ["r.json"]))
     assert not [tag for tag, attributes in page.tags if "src" in attributes or tag == "link"]
@@ -88,6 +91,7 @@ def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
     assert "http" not in policy
 
 
+@pytest.mark.usefixtures("plotly")
 def test_nothing_from_a_report_becomes_markup(tmp_path):
     failed = row(key={"scenario": "bulk"}, num_starts=0, error=EVIL)
     alone = report(
@@ -124,6 +128,7 @@ def test_nothing_from_a_report_becomes_markup(tmp_path):
         assert EVIL in json.dumps(page.data)
 
 
+@pytest.mark.usefixtures("plotly")
 def test_failed_rows_are_seen_in_table_and_notice(tmp_path):
     failed = row(key={"scenario": "bulk"}, num_starts=0, error="PeerLost: 7")
     page = Page(write_reports([report(row(), failed)], tmp_path / "r.html", ["r.json"]))
@@ -131,6 +136,7 @@ def test_failed_rows_are_seen_in_table_and_notice(tmp_path):
     assert page.plots("overview")[0]["rows"][1]["failed"] == ["PeerLost: 7"]
 
 
+@pytest.mark.usefixtures("plotly")
 def test_figures_config_environment_and_command_are_in_the_page(tmp_path):
     path = write_reports(
         [report(row(), row(key={"scenario": "b", "size": 10**6}))], tmp_path / "r.html", ["file.json"]
@@ -149,6 +155,7 @@ def test_figures_config_environment_and_command_are_in_the_page(tmp_path):
         assert words in text
 
 
+@pytest.mark.usefixtures("plotly")
 def test_several_reports_line_up_by_row_and_mark_what_differs(tmp_path):
     first = report(row(), row(key={"only": "a"}), config={"bucket": 25})
     second = report(row(2e-4), row(key={"only": "b"}), config={"bucket": 1})
@@ -162,6 +169,7 @@ def test_several_reports_line_up_by_row_and_mark_what_differs(tmp_path):
     assert '<tr class="differs"><th scope="row">bucket</th>' in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("plotly")
 def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
     old = report(row(), row(key={"a": 1}), row(key={"a": 2}, num_starts=2), row(key={"a": 3}))
     new = report(row(2e-4), row(key={"a": 1}, num_starts=0, error="lost"), row(key={"a": 2}))
@@ -182,6 +190,7 @@ def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
     assert unsure["verdict"] == "too-few-starts"
 
 
+@pytest.mark.usefixtures("plotly")
 def test_several_benchmarks_are_chapters_with_contents_and_headlines_first(tmp_path):
     reports = [samples.accuracy(), samples.training(), samples.latencies()]
     page = Page(write_reports(reports, tmp_path / "r.html", ["a", "b", "c"]))
@@ -193,6 +202,7 @@ def test_several_benchmarks_are_chapters_with_contents_and_headlines_first(tmp_p
     assert page.text.index("was the fastest") < page.text.index("At a glance")
 
 
+@pytest.mark.usefixtures("plotly")
 def test_every_plot_of_the_data_has_one_place_in_the_page(tmp_path):
     path = write_reports([samples.accuracy(), samples.scaling()], tmp_path / "r.html", ["a", "b"])
     page = Page(path)
@@ -200,6 +210,7 @@ def test_every_plot_of_the_data_has_one_place_in_the_page(tmp_path):
     assert sorted(places) == list(range(len(page.data["plots"])))
 
 
+@pytest.mark.usefixtures("plotly")
 def test_a_comparison_draws_both_sides_of_curves_and_percentiles(tmp_path):
     diff = compare(samples.accuracy(), samples.accuracy(1, 1.3))
     page = Page(write_diff(diff, tmp_path / "d.html", ["a", "b"]))
@@ -214,6 +225,7 @@ def test_a_comparison_draws_both_sides_of_curves_and_percentiles(tmp_path):
     assert all(new > old for old, new in zip(baseline, test, strict=True))
 
 
+@pytest.mark.usefixtures("plotly")
 def test_units_are_never_mixed_in_one_chart():
     rate = row(key={"a": 1}, metric="rate", unit="1/s", direction="higher")
     other = Report(benchmark="dht", created="", rows=[row()])
@@ -223,12 +235,14 @@ def test_units_are_never_mixed_in_one_chart():
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("plotly")
 @pytest.mark.parametrize(("seconds", "is_log"), [(1e-3, False), (1.0, True), (0.0, False)])
 def test_far_apart_rows_get_a_logarithmic_axis_where_there_is_one(seconds, is_log):
     (group,) = group_reports([report(row(1e-3), row(seconds, key={"a": 1}))])
     assert overview_data(group)["isLog"] is is_log
 
 
+@pytest.mark.usefixtures("plotly")
 def test_thinning_keeps_order_ends_and_extremes():
     rng = random.Random(0)
     samples = [rng.random() for _ in range(1000)]
@@ -240,6 +254,7 @@ def test_thinning_keeps_order_ends_and_extremes():
     assert thin(samples[:50], 50) == samples[:50]
 
 
+@pytest.mark.usefixtures("plotly")
 def test_huge_reports_stay_small_enough_to_draw():
     (group,) = group_reports(
         [report(Row(key={}, metric="m", unit="s", direction="lower", starts=[[1.0] * 20_000] * 20))]
@@ -248,6 +263,7 @@ def test_huge_reports_stay_small_enough_to_draw():
     assert sum(map(len, starts)) <= 4000
 
 
+@pytest.mark.usefixtures("plotly")
 def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, real_plotly):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ReportError, match=re.escape("pip install 'shoal[report]'")):
@@ -255,6 +271,71 @@ def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, re
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("plotly")
 def test_no_reports_are_refused(tmp_path):
     with pytest.raises(UsageError):
         write_reports([], tmp_path / "r.html", [])
+
+
+def speed(value, spread=0.0, metric="speed", direction="higher", **key):
+    starts = [[value * (1 + spread * number)] for number in (-1, 0, 1)]
+    return samples.row(key, metric, "1/s", direction, starts)
+
+
+def places(*rows):
+    best = best_cells([(0, row) for row in rows])
+    return [best.get((0, row.identity)) for row in rows]
+
+
+def test_the_best_of_each_setting_is_marked_in_the_direction_of_its_metric():
+    rows = [
+        speed(value, strategy=name, split=split) for split in "ab" for name, value in (("x", 2), ("y", 3))
+    ]
+    assert places(*rows) == [None, "best", None, "best"]
+    rows = [speed(value, direction="lower", strategy=name) for name, value in (("x", 2), ("y", 3))]
+    assert places(*rows) == ["best", None]
+
+
+def test_what_noise_may_have_decided_is_near():
+    assert places(speed(100, strategy="x"), speed(99, 0.02, strategy="y"), speed(50, strategy="z")) == [
+        "best",
+        "near",
+        None,
+    ]
+
+
+def test_the_ceiling_and_equals_win_nothing():
+    assert places(speed(9, strategy="none"), speed(2, strategy="x"), speed(1, strategy="y")) == [
+        None,
+        "best",
+        None,
+    ]
+    assert places(speed(2, strategy="x"), speed(2, strategy="y")) == [None, None]
+
+
+def test_sizes_do_not_compete():
+    assert places(speed(1, size=1), speed(2, size=2)) == [None, None]
+    assert places(speed(1, mode="a"), speed(2, mode="b")) == [None, "best"]
+
+
+def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
+    table = glance_tables([Shown(samples.training())])
+    assert table.count("<table") == 1
+    for words in ("examples_per_s", "fraction_of_ceiling", "pair-averaging", "failed"):
+        assert words in table
+    assert "seconds_per_iteration" not in table
+
+
+def test_one_metric_alone_has_no_table():
+    assert glance_tables([Shown(samples.latencies())]) == ""
+
+
+def test_what_is_called_none_competes_unless_it_is_who_competes():
+    def row(codec, value):
+        return Row(
+            key={"compression": codec}, metric="speed", unit="1/s", direction="higher", starts=[[value]]
+        )
+
+    rows = [row("none", 300.0), row("fp16", 200.0)]
+    best = best_cells([(0, each) for each in rows])
+    assert best == {(0, rows[0].identity): "best"}

@@ -22,6 +22,6 @@ def test_every_public_name_exists_and_is_sorted_into_all():
 
 def test_reading_and_comparing_load_neither_torch_nor_numpy_nor_plotly():
     heavy = "{'torch', 'numpy', 'plotly', 'rich'} & set(sys.modules)"
-    code = f"import sys, shoal.report, shoal.report.views, shoal.report.gate; print(sorted({heavy}))"
+    code = f"import sys, shoal.report, shoal.report.views, shoal.report.diff; print(sorted({heavy}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

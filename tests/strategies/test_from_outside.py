@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from shoal.bench.compare_settings import compared
+from shoal.bench.compare import compared
 from shoal.bench.contenders import is_asynchronous, needs_servers, options_of
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup

@@ -115,7 +115,7 @@ def test_what_unpickles_is_not_imported(findings, code):
 def test_only_launch_and_bench_start_processes(tmp_path, findings, code):
     (finding,) = findings(code)
     assert finding.startswith("2: ")
-    for room in ("launch", "bench"):
+    for room in ("launch", "bench", "doctor"):
         (tmp_path / "other" / room).mkdir(parents=True)
         (tmp_path / "other" / room / "sample.py").write_text(code)
     assert law.check(tmp_path / "other") == []

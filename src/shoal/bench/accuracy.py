@@ -2,27 +2,63 @@
 
 One set of workers trains one contender after another on equal data, from equal parameters and with equal
 learning rates. At each evaluation the workers stop, so that it counts neither as time nor as bytes. Accuracy
-is on examples that nobody trains on: of the mean of all workers' models, and of the worst worker's own. Who
-takes part is `accuracy_contenders`', what a worker does `accuracy_worker`'s, what the samples say
-`accuracy_summary`'s.
+is on examples that nobody trains on: of the mean of all workers' models, and of the worst worker's own.
+
+Contenders are neighbour averaging with BlueFog's tricks, or any strategies. The tricks: a smaller learning
+rate where warm-up begins, an average of all workers now and then, and a decay of the learning rate after 25
+instead of 30 parts in 90 of the run. What the samples say is `accuracy_tables`'.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.contenders import needs_servers, sends_by_itself
-from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
-from shoal.bench.metrics import Direction, Metrics, measured
+from shoal.bench.contenders import (
+    Contender,
+    Device,
+    DeviceKind,
+    NumServers,
+    Trainee,
+    WorkersPerMachine,
+    contender_of,
+    make_contender,
+    needs_servers,
+    sends_by_itself,
+    servers_of,
+    strategy_contenders,
+    workers_device,
+)
+from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.ranks import HostFlags
+from shoal.bench.workers import (
+    Answers,
+    Helper,
+    LocalWorkers,
+    OpenWorkers,
+    Parent,
+    Place,
+    Workers,
+    WorkerSettings,
+    one_line,
+)
 from shoal.core import BenchmarkError, UsageError
-from shoal.data.splits import IID, check_split
+from shoal.core.run_options import flag
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import SGD
+
+    from shoal.bench.contenders import Batch
+    from shoal.group.observed import Metered
+    from shoal.strategies.strategy import Strategy
 
 Task = Literal["digits", "mnist"]
 Model = Literal["small-mlp", "small-cnn"]
@@ -43,6 +79,88 @@ _measured = partial(measured, METRICS)
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
+_WARM_STEPS = 5
+NUM_WORKERS, NUM_SEEDS = 8, 3
+STEPS, SHORT_STEPS = {"digits": 300, "mnist": 600}, 120
+NUM_EVALUATIONS = 10
+ORDERS = {"atc": "adapt-then-combine", "awc": "adapt-while-combine"}
+REFERENCE = "all-reduce"
+WARMUP, AVERAGE, DECAY, ALL = "warm-up", "average", "decay", "all"
+TRICKS = {
+    WARMUP: "smaller warm-up: the learning rate begins at a tenth of where it begins otherwise",
+    AVERAGE: "periodic global average: all workers' parameters are averaged every {every} steps",
+    DECAY: "faster decay: the learning rate falls to a tenth every {fast} steps instead of every {slow}",
+    ALL: "the three together",
+}
+_PARTS, _WARM_PARTS, _SLOW_PARTS, _FAST_PARTS = 90, 5, 30, 25
+"""BlueFog's 90 epochs: warm-up in the first 5, decay every 30, or every 25."""
+
+AVERAGE_EVERY = 16
+"""Steps. No divisor of the usual numbers of them: a run does not end with an average by chance."""
+
+
+class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench accuracy`."""
+
+    task: Annotated[Task, flag("What is learned.")] = "digits"
+    model: Annotated[Model, flag("By which network.")] = "small-mlp"
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "These instead of the tricks; options may follow a name: 'neighbor topology=ring'.",
+            metavar="NAME,...",
+            shown=False,
+        ),
+    ] = None
+    option: Annotated[
+        dict[str, str],
+        flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE"),
+    ] = {}
+    num_workers: Annotated[
+        int | None,
+        flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(NUM_WORKERS)),
+    ] = None
+    device: Device = "auto"
+    splits: Annotated[
+        tuple[str, ...],
+        flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,..."),
+    ] = ("iid", "dirichlet:0.1")
+    seeds: Annotated[
+        int | None,
+        flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS)),
+    ] = None
+    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
+    eval_every: Annotated[
+        int | None, flag("Steps between evaluations.", ge=1, shown="a tenth of --steps")
+    ] = None
+    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 16
+    learning_rate: Annotated[float, flag("Of SGD, the same for all.", "--lr", "--learning-rate", ge=0)] = 0.1
+    momentum: Annotated[float, flag("Of SGD, the same for all.", ge=0, le=1)] = 0.9
+    topology: Annotated[
+        str | None, flag("Who averages with whom, of neighbor.", shown="one-peer-exponential")
+    ] = None
+    order: Annotated[
+        Literal["both", "adapt-then-combine", "adapt-while-combine"],
+        flag("Average after the step, or while gradients are computed."),
+    ] = "both"
+    global_average_every: Annotated[
+        int | None,
+        flag(
+            "Steps from one average of all to the next: of the trick 'average', or of the --strategies "
+            "that have it.",
+            ge=1,
+            shown=f"{AVERAGE_EVERY} for the trick",
+        ),
+    ] = None
+    target_accuracy: Annotated[float, flag("Seconds and bytes are counted to it.")] = 0.95
+    workers_per_machine: WorkersPerMachine = None
+    num_servers: NumServers = None
+    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
+
+    def num_starts(self, hosts: HostFlags, *, is_short: bool) -> int:
+        """Return as many as was asked for; by default a first look, or a launcher's ranks, have one."""
+        is_one = is_short or hosts.launched_size is not None
+        return self.seeds or (1 if is_one else NUM_SEEDS)
 
 
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,9 +169,9 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     task: Task = "digits"
     model: Model = "small-mlp"
     contenders: tuple[Contender, ...] = ()
-    splits: tuple[str, ...] = (IID,)
+    splits: tuple[str, ...] = ("iid",)
     num_workers: int = 8
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     workers_per_machine: int | None = None
     num_servers: int = 1
     """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
@@ -85,12 +203,146 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"--target-accuracy {self.target_accuracy} is no share of the examples.",
                 next_step="give a number up to 1, for example 0.95.",
             )
+        from shoal.data.splits import check_split
+
         for split in self.splits:
             check_split(split)
 
 
-class Run(msgspec.Struct, frozen=True):
-    """One contender on one split; `number` tells it from all others of the crew."""
+def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:
+    """Make of the flags what is trained; UsageError where they contradict each other."""
+    if flags.data_dir is not None and flags.task != "mnist":
+        raise UsageError(
+            f"--data-dir has the files of MNIST, and {flags.task} needs none.",
+            next_step="leave it out, or say --task mnist.",
+        )
+    size = hosts.num_workers(flags.num_workers, default=NUM_WORKERS)
+    steps = flags.steps or (SHORT_STEPS if run.short else STEPS[flags.task])
+    tricks: list[str] = []
+    if flags.strategies is None:
+        if flags.option:
+            raise UsageError("--option is for --strategies.", next_step="name some, or leave it out.")
+        settings = TrickSettings(
+            steps,
+            size,
+            flags.topology or "one-peer-exponential",
+            tuple(ORDERS.values()) if flags.order == "both" else (flags.order,),
+            flags.global_average_every or AVERAGE_EVERY,
+            flags.workers_per_machine,
+        )
+        contenders, tricks = trick_contenders(settings), settings.legend()
+    else:
+        contenders = strategy_contenders(flags.strategies, _common_options(flags))
+    return AccuracyConfig(
+        task=flags.task,
+        model=flags.model,
+        contenders=contenders,
+        splits=tuple(dict.fromkeys(flags.splits)),
+        num_workers=size,
+        device=workers_device(flags.device, hosts, size),
+        workers_per_machine=flags.workers_per_machine,
+        num_servers=servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
+        steps=steps,
+        eval_every=flags.eval_every or max(1, steps // NUM_EVALUATIONS),
+        batch_size=flags.batch_size,
+        learning_rate=flags.learning_rate,
+        momentum=flags.momentum,
+        target_accuracy=flags.target_accuracy,
+        data_dir=None if flags.data_dir is None else str(flags.data_dir.absolute()),
+        tricks=tricks,
+        seed=run.seed,
+    )
+
+
+def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
+    """Collect the options for all strategies that have them."""
+    common: dict[str, Any] = dict(flags.option)
+    if flags.topology is not None:
+        common["topology"] = flags.topology
+    if flags.order != "both":
+        common["order"] = flags.order
+    if flags.global_average_every is not None:
+        common["global_average_every"] = str(flags.global_average_every)
+    return common
+
+
+def fetch_data(flags: AccuracyFlags) -> None:
+    """Find or fetch what is learned from once, before every worker looks for it."""
+    if flags.task == "mnist":
+        from shoal.data import mnist
+
+        for is_training in (True, False):
+            mnist(train=is_training, folder=flags.data_dir)
+
+
+# --- tricks ---
+
+
+class TrickSettings(msgspec.Struct, frozen=True):
+    """What the contenders of the experiment with tricks share; UsageError for a topology that is none."""
+
+    steps: int
+    num_workers: int
+    topology: str = "one-peer-exponential"
+    orders: tuple[str, ...] = tuple(ORDERS.values())
+    global_average_every: int = AVERAGE_EVERY
+    workers_per_machine: int | None = None
+
+    def __post_init__(self) -> None:
+        from shoal.topology import make_topology
+
+        make_topology(self.topology, self.num_workers, self.workers_per_machine or self.num_workers)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The schedule of those that use no trick."""
+        return {
+            "warmup_steps": math.ceil(self.steps * _WARM_PARTS / _PARTS),
+            "warmup_factor": 1 / self.num_workers,
+            "decay_every": math.ceil(self.steps * _SLOW_PARTS / _PARTS),
+            "decay_factor": 0.1,
+        }
+
+    @property
+    def tricks(self) -> dict[str, dict[str, Any]]:
+        """By name: what a trick changes of it."""
+        each: dict[str, dict[str, Any]] = {
+            WARMUP: {"warmup_factor": 0.1 / self.num_workers},
+            AVERAGE: {"global_average_every": self.global_average_every},
+            DECAY: {"decay_every": math.ceil(self.steps * _FAST_PARTS / _PARTS)},
+        }
+        return {**each, ALL: {name: value for changes in each.values() for name, value in changes.items()}}
+
+    def legend(self) -> list[str]:
+        """A line for each trick."""
+        numbers = {
+            "every": self.global_average_every,
+            "fast": self.tricks[DECAY]["decay_every"],
+            "slow": self.plain["decay_every"],
+        }
+        return [f"{name}: {text.format(**numbers)}" for name, text in TRICKS.items()]
+
+
+def trick_contenders(settings: TrickSettings) -> tuple[Contender, ...]:
+    """The reference, and for each order one without tricks, one with each, and one with all of them."""
+    contenders = [contender_of(REFERENCE, REFERENCE, settings.plain)]
+    for base, order in ORDERS.items():
+        if order not in settings.orders:
+            continue
+        options = {**settings.plain, "order": order, "topology": settings.topology}
+        contenders.append(contender_of(base, "neighbor", options))
+        for trick, changes in settings.tricks.items():
+            contenders.append(
+                contender_of(f"{base}+{trick}", "neighbor", {**options, **changes}, base=base, trick=trick)
+            )
+    return tuple(contenders)
+
+
+# --- the scenario ---
+
+
+class AccuracyRun(msgspec.Struct, frozen=True):
+    """One contender on one split; `number` tells it from all others."""
 
     number: int
     contender: Contender
@@ -112,15 +364,15 @@ class Run(msgspec.Struct, frozen=True):
         return not sends_by_itself(self.contender.strategy)
 
 
-class ServerRole(msgspec.Struct, frozen=True):
+class AccuracyServer(msgspec.Struct, frozen=True):
     """Which server of which run a process is."""
 
-    run: Run
+    run: AccuracyRun
     server: int
     config: AccuracyConfig
 
 
-class Look(msgspec.Struct, frozen=True):
+class Evaluation(msgspec.Struct, frozen=True):
     """What one worker tells of the steps since the last evaluation, and of that which follows them."""
 
     seconds: float
@@ -141,31 +393,31 @@ class Look(msgspec.Struct, frozen=True):
         return all(figure is not None and math.isfinite(figure) for figure in figures)
 
 
-class Course:
+class AccuracyCourse:
     """How one run went, evaluation by evaluation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: AccuracyRun) -> None:
         self.run = run
         self.axes: dict[str, list[float]] = {"step": [], "s": [], "bytes": []}
         self.values: dict[str, list[float]] = {metric: [] for metric in CURVES}
 
-    def add(self, step: int, looks: list[Look]) -> None:
-        """All workers' looks after `step` steps of each; BenchmarkError when it has diverged."""
-        first = looks[0]
+    def add(self, step: int, evaluations: list[Evaluation]) -> None:
+        """All workers' evaluations after `step` steps of each; BenchmarkError when it has diverged."""
+        first = evaluations[0]
         if not first.is_finite:
             raise BenchmarkError(
                 f"the loss was no finite number after {step} steps: it diverged.",
                 next_step="give a smaller --lr.",
             )
-        moved = float(bytes_moved([look.moved for look in looks]))
+        moved = float(bytes_moved([evaluation.moved for evaluation in evaluations]))
         # they stop for an evaluation together: the slowest one's time is that of all
-        seconds = max(look.seconds for look in looks)
+        seconds = max(evaluation.seconds for evaluation in evaluations)
         so_far = {name: values[-1] if values else 0.0 for name, values in self.axes.items()}
         self.axes["step"].append(float(step))
         self.axes["s"].append(so_far["s"] + seconds)
         self.axes["bytes"].append(so_far["bytes"] + moved)
         self.values[ACCURACY].append(first.mean_accuracy)
-        self.values[WORST].append(min(look.accuracy for look in looks))
+        self.values[WORST].append(min(evaluation.accuracy for evaluation in evaluations))
         self.values[DISTANCE].append(first.consensus_distance or 0.0)
         self.values[LOSS].append(first.mean_loss or 0.0)
 
@@ -198,43 +450,43 @@ class AccuracyScenario:
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), AccuracyConfig), seed=seed)
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
         """One run after another; one that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
-            "shoal.bench.accuracy_worker:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+        settings = WorkerSettings(
+            "shoal.bench.accuracy:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         pairs = [(split, contender) for split in config.splits for contender in config.contenders]
-        with self.open_crew(settings) as crew:
+        with self.open_workers(settings) as workers:
             tell(f"{config.num_workers} workers load {config.task}")
-            crew.ask("ready")
+            workers.ask("ready")
             for number, (split, contender) in enumerate(pairs, 1):
-                run = Run(number, contender, split)
+                run = AccuracyRun(number, contender, split)
                 tell(f"{number} of {len(pairs)}: {contender.name}, {split}")
                 try:
-                    yield from self._train(crew, run).told(config)
+                    yield from self._train(workers, run).told(config)
                 except BenchmarkError as error:
                     tell(f"{contender.name}, {split} failed: {one_line(error)}")
                     yield _measured(FINAL, run.key, error=one_line(error))
 
-    def _train(self, crew: Workers, run: Run) -> Course:
-        config, course = self._config, Course(run)
+    def _train(self, workers: Workers, run: AccuracyRun) -> AccuracyCourse:
+        config, course = self._config, AccuracyCourse(run)
         for server in range(config.num_servers if run.needs_servers else 0):
-            role = msgspec.to_builtins(ServerRole(run, server, config))
-            crew.hire(Helper("shoal.bench.accuracy_worker:serve_parameters", f"server {server}", role))
+            role = msgspec.to_builtins(AccuracyServer(run, server, config))
+            workers.start_helper(Helper("shoal.bench.accuracy:serve_parameters", f"server {server}", role))
         step = 0
-        looks = crew.ask("begin", run=msgspec.to_builtins(run))
+        evaluations = workers.ask("begin", run=msgspec.to_builtins(run))
         try:
-            course.add(step, msgspec.convert(looks, list[Look]))
+            course.add(step, msgspec.convert(evaluations, list[Evaluation]))
             while step < config.steps:
                 num_steps = min(config.eval_every, config.steps - step)
                 step += num_steps
-                course.add(step, msgspec.convert(crew.ask("train", num_steps=num_steps), list[Look]))
+                course.add(step, msgspec.convert(workers.ask("train", num_steps=num_steps), list[Evaluation]))
         finally:
-            if crew.is_running:
-                crew.ask("finish")
+            if workers.is_running:
+                workers.ask("finish")
         return course
 
 
@@ -254,3 +506,159 @@ def bytes_moved(moved: list[dict[str, tuple[int, int]]]) -> int:
 def where_reached(values: list[float], target: float) -> int | None:
     """The first evaluation at which the target was reached; None for never."""
     return next((index for index, value in enumerate(values) if value >= target), None)
+
+
+# --- a worker ---
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Train what is ordered."""
+    place.set_up_process()
+    worker = AccuracyWorker(place, msgspec.convert(arguments, AccuracyConfig))
+    stack.push(worker.close)
+    return {"ready": worker.warm_up, "begin": worker.begin, "train": worker.train, "finish": worker.finish}
+
+
+def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one run until the workers are done with it."""
+    place = msgspec.convert(arguments["place"], Place)
+    place.set_up_process()
+    role = msgspec.convert(arguments["arguments"], AccuracyServer)
+    config, contender = role.config, role.run.contender
+    with place.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
+        model, optimizer = beginner(config, place.device(config.device))
+        strategy = make_contender(group, contender.strategy, contender.options)
+        with contextlib.suppress(SystemExit):
+            strategy.attach(model, optimizer)
+
+
+def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
+    """Make what one worker trains, where its examples are."""
+    from shoal.data.seeds import mix
+    from shoal.simulate.examples import batches_of
+
+    device = part[0].device
+    batches = batches_of(part, config.batch_size, mix(config.seed, rank))
+    return Trainee(*beginner(config, device), batches, device)
+
+
+class AccuracyWorker:
+    """What one worker has of the data, and the trainee under way, with what it is attached to."""
+
+    def __init__(self, place: Place, config: AccuracyConfig) -> None:
+        self._place = place
+        self._config = config
+        device = place.device(config.device)
+        parts = parts_of(config, place.rank)
+        self._parts = {split: _moved(part, device) for split, part in parts.items()}
+        self._test = _moved(examples_of(config, train=False), device)
+        self._probe, _ = beginner(config, device)
+        self._attached: tuple[Trainee, Strategy, Metered] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def warm_up(self) -> None:
+        """Do what takes longer when a process does it for the first time."""
+        from shoal.simulate.examples import accuracy_of
+
+        trainee = trainee_of(self._config, next(iter(self._parts.values())), self._place.rank)
+        for _ in range(_WARM_STEPS):
+            trainee.step()
+        accuracy_of(self._probe, self._test)
+
+    def begin(self, run: dict[str, Any]) -> Evaluation:
+        """Attach the contender to a model that has learned nothing; collective, as all that follows."""
+        from shoal.group.observed import Metered
+
+        chosen = msgspec.convert(run, AccuracyRun)
+        if chosen.needs_servers:
+            group = self._place.open_with_servers(_group_name(chosen), self._config.num_servers)
+        else:
+            machines = self._config.workers_per_machine
+            group = self._place.open_group(_group_name(chosen), workers_per_machine=machines)
+        metered = Metered(self._stack.enter_context(group))
+        trainee = trainee_of(self._config, self._parts[chosen.split], self._place.rank)
+        contender = chosen.contender
+        strategy = make_contender(metered, contender.strategy, contender.options)
+        self._stack.enter_context(strategy.attach(trainee.model, trainee.optimizer))
+        self._attached = trainee, strategy, metered
+        metered.reset()
+        return self._evaluate(seconds=0.0)
+
+    def train(self, num_steps: int) -> Evaluation:
+        """So many steps, and an evaluation."""
+        assert self._attached is not None, "trained before it has begun"
+        trainee, _, _ = self._attached
+        return self._evaluate(trainee.seconds_of(trainee.step, num_steps))
+
+    def finish(self) -> None:
+        """Detach, and leave the group."""
+        self._attached = None
+        self._stack.close()
+
+    def close(self, *failure: Any) -> None:
+        """As `finish`; after a failure without a word to the others."""
+        self._stack.__exit__(*failure)
+
+    def _evaluate(self, seconds: float) -> Evaluation:
+        from shoal.simulate.examples import accuracy_of
+        from shoal.strategies.averaging import common_model
+
+        assert self._attached is not None
+        trainee, strategy, metered = self._attached
+        traffics = metered.totals()
+        moved = {name: (traffic.sent_bytes, traffic.received_bytes) for name, traffic in traffics.items()}
+        distance = strategy.consensus_distance()
+        mean = common_model(metered, trainee.model, are_equal=False)
+        accuracy = accuracy_of(trainee.model, self._test).value
+        metered.reset()
+        if self._place.rank != 0:
+            return Evaluation(seconds, moved, accuracy, distance)
+        self._probe.load_state_dict(mean)
+        score = accuracy_of(self._probe, self._test)
+        return Evaluation(seconds, moved, accuracy, distance, score.value, score.loss)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    return batch[0].to(device), batch[1].to(device)
+
+
+def beginner(config: AccuracyConfig, device: torch.device | None = None) -> tuple[nn.Module, SGD]:
+    """Make a model that has learned nothing, equal for equal seeds, and its optimizer."""
+    import torch
+    from torch.optim import SGD
+
+    from shoal.models import mlp, small_cnn, small_mlp
+    from shoal.simulate.classified import MNIST_WIDTHS
+
+    torch.manual_seed(config.seed)
+    if config.model == "small-cnn":
+        model = small_cnn()
+    else:
+        model = small_mlp() if config.task == "digits" else mlp(MNIST_WIDTHS)
+    model.to(device or "cpu")
+    return model, SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+
+
+def examples_of(config: AccuracyConfig, *, train: bool) -> Batch:
+    """Load the examples of the task."""
+    from shoal.data import digits, mnist
+
+    return digits(train=train) if config.task == "digits" else mnist(train=train, folder=config.data_dir)
+
+
+def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Batch]:
+    """What one worker trains on, by split; the rest of the examples is not kept."""
+    import torch
+
+    from shoal.data.splits import divide
+
+    x, y = examples_of(config, train=True)
+    parts = {}
+    for split in config.splits:
+        own = torch.from_numpy(divide(y.numpy(), config.num_workers, split, config.seed)[rank])
+        parts[split] = x[own], y[own]
+    return parts
+
+
+def _group_name(run: AccuracyRun) -> str:
+    return f"accuracy-{run.number}"

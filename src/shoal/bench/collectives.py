@@ -4,25 +4,42 @@ Both run in the same worker processes and take turns; the workers meet in the gr
 sample, whosever it is, and a sample is the time of the slowest of them. On a CPU it is that of one call. On a
 GPU it is that of many calls which are issued back to back, divided by their number: nobody waits for the GPU
 in between. With `machines` the workers are those of several machines, which talk over streams: once in the
-clear, once encrypted, and gloo takes turns with both. The workers are `collective_worker`.
+clear, once encrypted, and gloo takes turns with both.
+What is called, and how results are checked, is `collective_calls`'.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
+from shoal.bench.contenders import DeviceKind, device_of, synchronize
 from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.ranks import HostFlags
+from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.clock import ManualClock
+from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
 
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.bench.collective_calls import Call
+    from shoal.group import Group
+
+T = TypeVar("T")
 OPS = (
     "all_reduce",
     "broadcast",
@@ -48,6 +65,10 @@ _REPEATS = {
 CALLS_PER_SAMPLE = {"cpu": 1, "cuda": 20}
 _ANSWER_S = 900.0
 """For all samples of a case between machines, whose links may be slow."""
+_ELEMENT_BYTES = 4
+_MAX_WARMED_BYTES = MIB
+"""Up to this a call finds in the caches what the one before has left there."""
+_ENCRYPTED = {"both": (False, True), "no": (False,), "yes": (True,)}
 
 
 class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,37 +136,144 @@ BETWEEN_MACHINES = CollectivesConfig(
 )
 
 
+class CollectivesFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench collectives`."""
+
+    workers: Annotated[
+        tuple[int, ...] | None,
+        flag("Numbers of workers.", "--workers", "--np", "-np", metavar="N,...", shown="2,4"),
+    ] = None
+    machines: Annotated[
+        str | None,
+        flag(
+            "Between M machines of N workers each, into which this one is split: try 2x1,4x1,2x2.",
+            metavar="MxN,...",
+        ),
+    ] = None
+    encrypted: Annotated[
+        Literal["both", "yes", "no"] | None,
+        flag("Between machines: with encryption, without, or both in turn.", shown="both"),
+    ] = None
+    profile: Annotated[
+        str | None, flag("Between machines: links as slow as these, a preset's name or a TOML file.")
+    ] = None
+    device: Annotated[DeviceKind, flag("Where tensors are; workers may share a GPU.")] = "cpu"
+    sizes: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "Of each worker's tensor.",
+            metavar="SIZE,...",
+            shown="4KB,64KB,1MB,25MB,100MB; between machines without 64KB",
+        ),
+    ] = None
+    ops: Annotated[
+        tuple[str, ...] | None,
+        flag("Operations.", metavar="OP,...", shown="all of them; between machines all_reduce"),
+    ] = None
+    repeats: Annotated[
+        int | None,
+        flag(
+            "Samples of each kind in a start: of one call on a CPU, of 20 back to back on a GPU.",
+            ge=1,
+            shown="12 to 180, by size; 6 to 12 on a GPU",
+        ),
+    ] = None
+
+
+def collectives_config(flags: CollectivesFlags, hosts: HostFlags, *, is_short: bool) -> CollectivesConfig:
+    """Make of the flags what is measured, on one machine or between several."""
+    if flags.profile is not None:
+        from shoal.transport import Profile
+
+        Profile.load(flags.profile)  # complains before anything is started
+    config = SHORT if is_short else CollectivesConfig()
+    machines = _machines(flags, hosts)
+    if machines is not None:
+        sizes = SHORT.sizes if is_short else BETWEEN_MACHINES.sizes
+        config = msgspec.structs.replace(BETWEEN_MACHINES, sizes=sizes, repeats=config.repeats)
+    given = {
+        "workers": flags.workers,
+        "machines": machines,
+        "encrypted": None if flags.encrypted is None else _ENCRYPTED[flags.encrypted],
+        "profile": flags.profile,
+        "device": device_of(flags.device),
+        "sizes": None if flags.sizes is None else tuple(map(parse_size, flags.sizes)),
+        "ops": None if flags.ops is None else tuple(op.replace("-", "_") for op in flags.ops),
+        "repeats": flags.repeats,
+    }
+    return msgspec.structs.replace(
+        config, **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def _machines(flags: CollectivesFlags, hosts: HostFlags) -> tuple[tuple[int, int], ...] | None:
+    """Read pairs of machines and workers on each, as asked for or as hosts have slots; None on one."""
+    machines = None if flags.machines is None else parse_machines(flags.machines)
+    if hosts.are_named:
+        named = _on_hosts(hosts)
+        if machines not in (None, named):
+            raise UsageError(
+                f"--machines {flags.machines} is not what the hosts are.",
+                next_step="leave --machines out.",
+            )
+        machines = named
+    if machines is not None and flags.workers is not None:
+        raise UsageError(
+            "--workers is of one machine, and several are to be measured.",
+            next_step="leave it out: --machines 2x4 is 2 machines of 4 workers.",
+        )
+    return machines
+
+
+def _on_hosts(hosts: HostFlags) -> tuple[tuple[int, int], ...]:
+    """Take the machines that were named; workers see whether all have as many of them as the first."""
+    num_slots, mates = hosts.num_workers(None, 0), hosts.workers_per_machine
+    if mates is None:
+        raise UsageError(
+            "The hosts are this machine alone.", next_step="split it: --machines 2x1, without hosts."
+        )
+    if num_slots % mates or num_slots == mates:
+        raise UsageError(
+            f"The first host has {mates} workers, and all have {num_slots}: those are no equal machines.",
+            next_step="name 2 or more with as many workers each: -H host1:2,host2:2.",
+        )
+    return ((num_slots // mates, mates),)
+
+
+# --- the scenario ---
+
+
 class CollectivesScenario:
-    """One start: a crew for each number of workers, or for each number of machines."""
+    """One start: workers for each number of workers, or for each number of machines."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.convert(dict(config), CollectivesConfig)
         self._seed = seed
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
-        for settings, key in self._crews_between_machines() if self._config.machines else self._crews():
+        for settings, key in self._settings_between_machines() if self._config.machines else self._settings():
             where = _place_text(int(key.get("machines", 0)), int(key["workers"]))
-            with self.open_crew(settings) as crew:
+            with self.open_workers(settings) as workers:
                 for op in self._config.ops or OPS:
                     for size_bytes in self._config.sizes if op != "barrier" else (0,):
                         of = f" of {size_text(size_bytes)}" if size_bytes else ""
                         tell(f"{where} on {device}: {op}{of}")
                         yield from self._measure(
-                            crew, op, {"device": device, **key, "size_bytes": size_bytes}
+                            workers, op, {"device": device, **key, "size_bytes": size_bytes}
                         )
 
-    def _crews(self) -> Iterator[tuple[CrewSettings, RowKey]]:
+    def _settings(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
         for num_workers in self._config.workers:
             arguments = {"device": self._config.device}
-            settings = CrewSettings("shoal.bench.collective_worker:work", num_workers, arguments)
+            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, arguments)
             yield settings, {"workers": num_workers}
 
-    def _crews_between_machines(self) -> Iterator[tuple[CrewSettings, RowKey]]:
+    def _settings_between_machines(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
         config = self._config
-        function = "shoal.bench.collective_worker:work_between_machines"
+        function = "shoal.bench.collectives:work_between_machines"
         for machines, workers in config.machines:
             key: RowKey = {"machines": machines, "workers": workers}
             arguments = {
@@ -156,11 +284,11 @@ class CollectivesScenario:
                 "seed": self._seed,
             }
             yield (
-                CrewSettings(function, machines * workers, arguments, _ANSWER_S),
+                WorkerSettings(function, machines * workers, arguments, _ANSWER_S),
                 key if config.profile is None else {**key, "profile": config.profile},
             )
 
-    def _measure(self, crew: Workers, op: str, key: RowKey) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, op: str, key: RowKey) -> Iterator[Measured]:
         size_bytes = int(key["size_bytes"])
         repeats = self._config.repeats or usual_repeats(size_bytes, self._config.device)
         num_rounds = min(_ROUNDS, repeats)
@@ -170,7 +298,7 @@ class CollectivesScenario:
             "calls_per_sample": self._config.num_back_to_back,
         }
         try:
-            answers = crew.ask("measure", op=op, size_bytes=size_bytes, **details)
+            answers = workers.ask("measure", op=op, size_bytes=size_bytes, **details)
         except BenchmarkError as error:
             for via in self._config.encryptions if self._config.machines else (GROUP,):
                 yield _row(op, _key_of(key, via), error=one_line(error))
@@ -200,6 +328,173 @@ def usual_repeats(size_bytes: int, device: str) -> int:
 
 def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
     return Measured(key=key, metric=op, unit="s", direction="lower", **outcome)
+
+
+# --- a worker ---
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Measure what is ordered."""
+    place.set_up_process()
+    stack.enter_context(place.gloo())
+    device = place.device(arguments["device"])
+    group = stack.enter_context(place.open_group("collectives"))
+    return {"measure": Stopwatch(group, device).measure}
+
+
+def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Measure what is ordered, in groups whose machines have so many `workers` each."""
+    from shoal.group import Shaped
+
+    place.set_up_process()
+    device = place.device(arguments["device"])
+    profile = arguments["profile"]
+    opened = {
+        via: stack.enter_context(_open_between(place, via, arguments["workers"])) for via in arguments["via"]
+    }
+    meeting = next(iter(opened.values()))
+    sizes = Counter(meeting.machines).values()
+    if [*sizes] != [arguments["workers"]] * arguments["machines"]:
+        raise UsageError(
+            f"The machines have {', '.join(map(str, sizes))} workers, and each is to have "
+            f"{arguments['workers']}.",
+            next_step="name hosts with as many workers each.",
+        )
+    contenders = {via: GroupContender(group) for via, group in opened.items()}
+    if profile is not None:
+        between: dict[str, Any] = {"between": "machines", "seed": arguments["seed"]}
+        contenders = {via: GroupContender(Shaped(group, profile, **between)) for via, group in opened.items()}
+        alone, now_s = _links_alone(meeting, profile, **between)
+        contenders[LINK] = GroupContender(alone, now_s=now_s)
+    else:  # no profile slows gloo down
+        stack.enter_context(place.gloo())
+    return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
+
+
+def _open_between(place: Place, via: str, workers: int) -> Group:
+    return place.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
+
+
+def _links_alone(group: Group, profile: str, **between: Any) -> tuple[Group, Callable[[], float]]:
+    """Shape a group by a clock of its own, in which time passes at once: what the links alone would take."""
+    from shoal.group import Shaped
+    from shoal.group.operations import ClockSleeper
+
+    clock = ManualClock()
+
+    class PassingTime(ClockSleeper):
+        def sleep(self, seconds: float) -> None:
+            clock.advance(seconds)
+
+    return Shaped(group, profile, sleeper=PassingTime(clock), **between), clock.now_s
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContender:
+    """One of those that take turns: a group with one kind of memory, and the clock that times its calls."""
+
+    group: Group
+    has_own_memory: bool = True
+    now_s: Callable[[], float] = time.perf_counter
+
+
+class Stopwatch:
+    """Makes the calls of all contenders in turn; workers meet in `group` before each sample."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        contenders: Mapping[str, GroupContender] | None = None,
+        *,
+        has_gloo: bool = True,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._contenders = contenders or {GROUP: GroupContender(group), FOREIGN: GroupContender(group, False)}
+        self._has_gloo = has_gloo
+        self._versions = itertools.count()
+
+    def measure(
+        self, op: str, size_bytes: int, num_rounds: int, samples_per_round: int, calls_per_sample: int
+    ) -> dict[str, list[float] | str]:
+        """Return, by contender, seconds of this worker's calls, or what was wrong with somebody's result."""
+        from shoal.group import share
+
+        wrong: dict[str, list[float] | str] = {}
+        calls: dict[str, Call] = {}
+        with contextlib.ExitStack() as stack:
+            for via, call in self._calls(op, size_bytes, stack):
+                # told to all: who has the right result must not wait for who has not
+                complaints = [text for text in share(self._group, self._complaint(call)) if text]
+                if complaints:
+                    wrong[via] = f"wrong result: {complaints[0]}"
+                else:
+                    calls[via] = call
+            times: dict[str, list[float] | str] = {via: [] for via in calls}
+            num_warm = 1 if size_bytes <= _MAX_WARMED_BYTES else 0
+            for via in taking_turns(list(calls), num_rounds):
+                now_s = self._contenders[via].now_s if via in self._contenders else time.perf_counter
+                timed = self._time(calls[via], num_warm + samples_per_round, calls_per_sample, now_s)
+                times[via] = [*times[via], *timed[num_warm:]]
+            self._group.barrier().wait()  # somebody may still read what this worker gives back next
+        return times | wrong
+
+    def _calls(self, op: str, size_bytes: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, Call]]:
+        from shoal.bench.collective_calls import GLOO_CALLS, SHOAL, Stage
+
+        num_elements = size_bytes // _ELEMENT_BYTES
+        for via, each in self._contenders.items():
+            if size_bytes or each.has_own_memory:  # without a tensor its memory makes no difference
+                stage = Stage(each.group, num_elements, each.has_own_memory, self._device, self._versions)
+                stack.callback(stage.free)
+                yield via, SHOAL[op](stage)
+        if self._has_gloo and op in GLOO_CALLS:
+            yield GLOO, GLOO_CALLS[op](Stage(self._group, num_elements, device=self._device))
+
+    def _complaint(self, call: Call) -> str:
+        """Say what is wrong with the first result of a call; nothing where it is right."""
+        from shoal.bench.collective_calls import difference
+
+        self._group.barrier().wait()
+        complaint = ""
+        for number, (result, expected) in enumerate(zip(call.run(), call.expected, strict=True)):
+            differs = difference(result.view(-1), expected)
+            if differs:
+                complaint = f"rank {self._group.rank}, tensor {number}: {differs}"
+                break
+        self._group.barrier().wait()
+        call.reset()
+        return complaint
+
+    def _time(
+        self,
+        call: Call,
+        num_samples: int,
+        calls_per_sample: int,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> list[float]:
+        """The seconds of a call in each sample: a GPU is waited for before its calls and after them alone."""
+        times_s = []
+        for _ in range(num_samples):
+            synchronize(self._device)
+            self._group.barrier().wait()
+            began_s = now_s()
+            for _ in range(calls_per_sample):
+                results = call.run()
+            synchronize(self._device)
+            times_s.append((now_s() - began_s) / calls_per_sample)
+            del results  # giving the last memory back is not part of it
+        return times_s
+
+
+def taking_turns(contenders: Sequence[T], num_rounds: int) -> Iterator[T]:
+    """Yield everybody once a round, forwards and backwards in turn: A B C, C B A, A B C, ..."""
+    for number in range(num_rounds):
+        yield from contenders if number % 2 == 0 else reversed(contenders)
+
+
+# --- results ---
 
 
 def summarize_collectives(report: Report) -> dict[str, Any]:
@@ -235,7 +530,7 @@ def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[s
 
 def collectives_items(report: Report) -> Items:
     """A table for each number of workers or machines: two times of Shoal's, gloo's, and the ratios."""
-    items: Items = [(f"collectives  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     cases = _cases(report.rows)
     for place in dict.fromkeys(case.place for case in cases):
         items.append(_table(report, {case: row for case, row in cases.items() if case.place == place}))

@@ -1,36 +1,498 @@
 """`shoal compare`: strategies at one task, in one world: by steps, by seconds and by bytes.
 
-Two phases. In the first every contender tries each learning rate of one grid, with a seed that is none of
-the contest's; in the second it runs with its best, once for each seed. All runs are independent, so that
-they are spread over processes; what each of them does is `simulate.contest`'s, what the contest's rows say is
-`compare_rows`', and what all that means `compare_summary`'s.
+Two phases. In the first every contender tries each learning rate of one grid, with a seed that is none of the
+contest's; in the second it runs with its best, once for each seed. All runs are independent, so that they are
+spread over processes; what each of them does is `simulate.contest`'s, and what the contest's rows mean
+`compare_tables`'.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.compare_reasons import DIVERGED_ALWAYS, clause, unfit
-from shoal.bench.compare_rows import CHOSEN, NOT_REACHED, Finish, final_of, metrics_of, tuning_of
-from shoal.bench.compare_settings import CompareConfig, read_config
-from shoal.bench.contest_real import RealContest
-from shoal.bench.crew import one_line
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, Tell
-from shoal.bench.metrics import measured
-from shoal.bench.pool import run_tasks
+from shoal.bench.compare_workers import RealContest
+from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
+from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
+from shoal.data.splits import IID, check_split
+from shoal.report.units import digits
 from shoal.simulate.contest import Errand, Executor
+from shoal.simulate.exact import run_exact
 from shoal.simulate.job import Job
-from shoal.simulate.record import CourseRecord
+from shoal.simulate.record import CourseRecord, Moment
 from shoal.simulate.stacked import refuse_unfit
-from shoal.simulate.task_facts import facts_of
+from shoal.simulate.task_facts import TaskFacts, facts_of
+from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
+from shoal.strategies.registry import all_strategies, find
+from shoal.tensors.codecs import codec_from_name
+from shoal.topology import make_topology, make_topology_on
+from shoal.transport.network.distributions import Delay
+
+# --- what is compared ---
+
+ALL = "all"
+SHORT_ROUNDS: dict[str, dict[str, Any]] = {
+    name: {"local_steps": 8} for name in ("diloco", "noloco", "sparse-loco")
+}
+"""What `all` changes: of a contest's few steps, rounds as long as these strategies' own would leave one."""
+WORKERS_PER_MACHINE = 4
+"""In a contest of twice as many or more, so that `hierarchical` has machines to go between."""
+TUNING_SEED = 1_000_003
+"""Added to the contest's first seed: nobody is tuned on what it is judged by."""
+_KINDS = {
+    "constant": ("value",),
+    "exponential": ("mean",),
+    "normal": ("mean", "deviation"),
+    "pareto": ("floor", "shape"),
+}
+
+
+class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The contest: who takes part, in which world, at what, and when it is over."""
+
+    task: str = "digits"
+    contenders: tuple[Contender, ...]
+    world: World
+    num_servers: int = 1
+    """Beside the workers, for strategies that need them."""
+    split: str = IID
+    seeds: tuple[int, ...] = (0,)
+    """Of initial weights, division of the data, batches, and the world's chances."""
+    steps: int
+    """Of each worker: after them a run is over, whoever reached what."""
+    eval_every: int
+    batch_size: int
+    momentum: float = 0.9
+    learning_rates: tuple[float, ...]
+    """Each contender tries each of them, and competes with its best; a single one is not tuned."""
+    target: float
+    """What seconds, bytes and steps are counted to; in terms of the task's score."""
+    executor: Literal["auto", "exact", "stacked"] = "auto"
+    is_real: bool = False
+    """Whether the contest's runs are real processes; tuning is in virtual time all the same."""
+    data_dir: str | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences for the reader: who was left out, what was assumed."""
+
+    def __post_init__(self) -> None:
+        if not self.contenders or not self.seeds or not self.learning_rates:
+            raise UsageError(
+                "Without a strategy, a seed and a learning rate nothing is compared.",
+                next_step="say --strategies all.",
+            )
+        if min(self.steps, self.eval_every, self.batch_size, self.num_servers) < 1:
+            raise UsageError(
+                "Without steps, examples or servers nothing is trained.", next_step="give 1 or more."
+            )
+        wrong = [rate for rate in self.learning_rates if not 0 < rate < math.inf]
+        if wrong:
+            raise UsageError(f"{wrong[0]} is no learning rate.", next_step="give numbers above 0.")
+        if min(self.seeds) < 0:
+            raise UsageError(f"{min(self.seeds)} is no seed.", next_step="give --seed 0 or more.")
+        if not 0 < self.target < math.inf:
+            raise UsageError(f"{self.target} is no target.", next_step="give a number above 0.")
+        if not 0 <= self.momentum <= 1:
+            raise UsageError(f"{self.momentum} is no momentum.", next_step="give a number from 0 to 1.")
+        check_split(self.split)
+        if self.is_real:
+            self._check_real()
+
+    def _check_real(self) -> None:
+        if self.world.faults is not None:
+            raise UsageError(
+                "Faults happen in virtual time alone.", next_step="leave --real or --faults out."
+            )
+        served = [each.name for each in self.contenders if needs_servers(each.strategy)]
+        if served and self.world.between == "machines":
+            raise UsageError(
+                f"{', '.join(served)}: servers beside real processes have no machine of their own.",
+                next_step="leave them out of --strategies, or leave --real or --between machines out.",
+            )
+
+    @property
+    def tuning_seed(self) -> int:
+        """None of the contest's."""
+        return self.seeds[0] + TUNING_SEED
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether each contender chooses its rate."""
+        return len(self.learning_rates) > 1
+
+    def world_of(self, contender: Contender, seed: int) -> World:
+        """The contest's, with servers where the strategy needs some, and chances of that seed."""
+        num_servers = self.num_servers if needs_servers(contender.strategy) else 0
+        return msgspec.structs.replace(self.world, num_servers=num_servers, seed=seed)
+
+
+def read_config(config: Mapping[str, Any]) -> CompareConfig:
+    """As a report holds it."""
+    return msgspec.convert(dict(config), CompareConfig, str_keys=True)
+
+
+def left_out() -> list[str]:
+    """Strategies that `all` does not mean: what they send passes their group by."""
+    return [info.name for info in all_strategies() if info.has_own_channel]
+
+
+def compared(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender, ...]:
+    """Strategies with options of their own, as 'neighbor topology=ring'; `all` stands for every one.
+
+    UsageError for one whose bytes a simulated network cannot carry.
+    """
+    named = [text for text in texts if text != ALL]
+    if ALL in texts:
+        everybody = [info.name for info in all_strategies() if not info.has_own_channel]
+        named = [*everybody, *(text for text in named if text not in everybody)]
+    contenders = strategy_contenders(named, common)
+    for contender in contenders:
+        if sends_by_itself(contender.strategy):
+            raise UsageError(
+                f"{contender.strategy} cannot be compared: what it sends passes its group by, so that "
+                "neither a profile nor a virtual clock reaches it.",
+                next_step="leave it out; `shoal bench training` measures it on real machines.",
+            )
+    shortened = shortened_in(texts, common)
+    return tuple(
+        msgspec.structs.replace(each, options={**each.options, **shortened.get(each.name, {})})
+        for each in contenders
+    )
+
+
+def shortened_in(texts: Sequence[str], common: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By strategy, the options that `all` changes; none of what was named or set by itself."""
+    if ALL not in texts:
+        return {}
+    return {
+        name: {option: value for option, value in changes.items() if option not in common}
+        for name, changes in SHORT_ROUNDS.items()
+        if name not in texts
+    }
+
+
+def notes_of(texts: Sequence[str], common: Mapping[str, Any]) -> list[str]:
+    """What `all` leaves out and changes, in sentences; nothing where each was named."""
+    if ALL not in texts:
+        return []
+    why = "what they send passes their group by: it can neither be counted nor put into virtual time"
+    notes = [f"'all' leaves out {' and '.join(left_out())}: {why}."]
+    for name, changes in shortened_in(texts, common).items():
+        given = ", ".join(f"{option}={value}" for option, value in changes.items())
+        if given:
+            notes.append(f"'all' gives {name} {given}: rounds as long as its own would leave too few.")
+    return notes
+
+
+def without_servers(
+    contenders: Sequence[Contender], texts: Sequence[str]
+) -> tuple[tuple[Contender, ...], list[str]]:
+    """Those that can train while workers come and go, and what to say of those that `all` meant besides.
+
+    UsageError for a strategy with servers that was named.
+    """
+    served = [each for each in contenders if needs_servers(each.strategy)]
+    named = [each.name for each in served if ALL not in texts or each.name in texts]
+    if named:
+        raise UsageError(
+            f"{named[0]} cannot be compared while workers come and go: a world with parameter servers does "
+            "not grow or shrink yet.",
+            next_step=f"leave {named[0]} out, or --elastic and what lets workers join or leave.",
+        )
+    names = " and ".join(each.name for each in served)
+    notes = [f"'all' leaves out {names}: worlds with servers do not grow or shrink yet."] if served else []
+    return tuple(each for each in contenders if each not in served), notes
+
+
+def compute_of(text: str) -> Delay:
+    """What a step costs, in milliseconds: '10', 'exponential:10', 'normal:10:2', 'pareto:5:2'."""
+    kind, *words = text.split(":")
+    try:
+        numbers = [*map(float, words or [kind])]
+        value = {"kind": kind, **dict(zip(_KINDS[kind], numbers, strict=True))} if words else numbers[0]
+        read: Delay = msgspec.convert(value, Delay)
+    except (KeyError, ValueError, msgspec.ValidationError):
+        known = ", ".join(":".join([kind, *names]) for kind, names in _KINDS.items())
+        raise UsageError(
+            f"--compute-ms {text} is no cost of a step.",
+            next_step=f"give milliseconds, or a distribution: {known}.",
+        ) from None
+    return read
+
+
+def stragglers_of(texts: Sequence[str]) -> dict[int, float]:
+    """By rank, how many times as long its steps take: 'RANK:FACTOR' each."""
+    factors = {}
+    for text in texts:
+        rank, _, factor = text.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except ValueError:
+            raise UsageError(
+                f"--stragglers {text} names no worker and factor.", next_step="say --stragglers 1:10."
+            ) from None
+        if not 0 < factors[int(rank)] < math.inf:
+            raise UsageError(f"--stragglers {text} is no factor.", next_step="give a number above 0.")
+    return factors
+
+
+# --- why a contender did not reach the target ---
+
+DIVERGED_ALWAYS = "diverged at every rate of the grid"
+_TAIL = 0.25  # of a course: where it must still gain to be called improving
+_NOTABLE = 0.02  # of the whole way from the first score to the best
+_FALLEN = 0.2  # of that way, lost again at the end
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Of one run: what kind, and where its score was best."""
+
+    kind: str
+    best: float | None = None
+    step: float = 0.0
+    may_be_the_rate: bool = True
+    """Whether another rate may have helped."""
+
+
+def shown_score(facts: TaskFacts, value: float) -> str:
+    """A share as a percentage, anything else with three digits."""
+    return f"{100 * value:.1f} %" if facts.score == "accuracy" else digits(value)
+
+
+def shown_target(facts: TaskFacts, value: float) -> str:
+    """As it was asked for."""
+    return f"{100 * value:g} %" if facts.score == "accuracy" else f"{value:g}"
+
+
+def reasons_of(records: Sequence[CourseRecord], where: str = "") -> dict[str, int]:
+    """For runs of one contender that did not reach the target: clauses, and how many runs each is of.
+
+    `where` tells what all of them have in common, a rate at the end of the grid; said where that may be why.
+    """
+    kinds: dict[str, list[Reason]] = {}
+    for record in records:
+        reason = _reason(record)
+        kinds.setdefault(reason.kind, []).append(reason)
+    facts = facts_of(records[0].job.task) if records else None
+    told = {}
+    for kind, reasons in kinds.items():
+        bests = [reason.best for reason in reasons if reason.best is not None]
+        best = ""
+        if facts is not None and bests:
+            step = statistics.fmean(reason.step for reason in reasons)
+            best = f"; best {shown_score(facts, statistics.fmean(bests))} at step {step:.0f}"
+        told[kind + (f", {where}" if where and reasons[0].may_be_the_rate else "") + best] = len(reasons)
+    return told
+
+
+def unfit(why: str) -> str:
+    """Of one that did not do a single step."""
+    return f"could not take part: {clause(why)}"
+
+
+def ended_early(record: CourseRecord) -> str:
+    """Of one that no worker has brought to its end."""
+    rank, why = min(record.ended.items())
+    return f"ended early, rank {rank} says: {clause(why)}"
+
+
+def clause(text: str) -> str:
+    """A sentence as a part of another."""
+    return " ".join(text.split()).rstrip(".")
+
+
+def _reason(record: CourseRecord) -> Reason:
+    best = record.best
+    if best is None:
+        return Reason(unfit(record.error or "nobody has begun"), may_be_the_rate=False)
+    if record.error:
+        return Reason(clause(record.error), best.value, best.step, record.has_diverged)
+    if record.has_ended_early:
+        return Reason(ended_early(record), best.value, best.step, may_be_the_rate=False)
+    return Reason(_course_kind(record, best.value, best.step), best.value, best.step)
+
+
+def _course_kind(record: CourseRecord, best: float, best_step: float) -> str:
+    facts = facts_of(record.job.task)
+    values = [moment.value for moment in record.moments]
+    way = abs(best - values[0])
+    if not math.isfinite(way) or way == 0:
+        return "never better than at the start"
+    if abs(best - values[-1]) > _FALLEN * way:
+        return "fell back by the end"
+    tail_begins = (1 - _TAIL) * record.moments[-1].step
+    before = [moment.value for moment in record.moments if moment.step <= tail_begins]
+    gained = abs(best - facts.best(before)) if best_step > tail_begins and before else 0.0
+    return "still improving at the end" if gained > _NOTABLE * way else "flat at the end"
+
+
+# --- rows and curves ---
+
+SECONDS, BYTES, STEPS = "seconds_to_target", "bytes_to_target", "steps_to_target"
+DISTANCE, RUN_SECONDS, SENT, CHOSEN = "consensus_distance", "run_seconds", "bytes_sent", "chosen"
+MEAN_STALENESS, STALENESS, WAITED = "mean_staleness", "staleness", "waited"
+NOT_REACHED, ENDED_EARLY = "not_reached", "ended_early"
+MAX_MAPPED = 32
+"""Workers up to which it is told who waited for whom."""
+
+
+def final_of(facts: TaskFacts) -> str:
+    """The metric of the last score of the mean of all models."""
+    return f"final_{facts.score}"
+
+
+def worst_of(facts: TaskFacts) -> str:
+    """The metric of the worst worker's last score."""
+    return f"worst_final_{facts.score}"
+
+
+def tuning_of(facts: TaskFacts) -> str:
+    """The metric of the last score in tuning; a rate without such a row has diverged."""
+    return f"tuning_{facts.score}"
+
+
+def metrics_of(facts: TaskFacts) -> Metrics:
+    """Of a contest at one task."""
+    return {
+        SECONDS: ("s", "lower"),
+        BYTES: ("B", "lower"),
+        STEPS: ("", "lower"),
+        final_of(facts): ("", facts.direction),
+        worst_of(facts): ("", facts.direction),
+        DISTANCE: ("", "lower"),
+        MEAN_STALENESS: ("", "lower"),
+        RUN_SECONDS: ("s", "lower"),
+        SENT: ("B", "lower"),
+        tuning_of(facts): ("", facts.direction),
+        CHOSEN: ("", "higher"),
+        STALENESS: ("", "lower"),
+        WAITED: ("s", "lower"),
+        NOT_REACHED: ("", "lower"),
+        ENDED_EARLY: ("", "lower"),
+    }
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """All runs of one contender in the contest."""
+
+    name: str
+    rate: float
+    records: list[CourseRecord]
+
+    @property
+    def key(self) -> RowKey:
+        """Of its rows and curves."""
+        return {"strategy": self.name}
+
+    def told(self, config: CompareConfig) -> Iterator[Measured | MeasuredCurve]:
+        """One sample, and one line, for each seed."""
+        facts = facts_of(config.task)
+        metrics = metrics_of(facts)
+        for record in self.records:
+            figures = _figures(record, facts, config.target)
+            for metric in metrics:
+                if metric in figures:
+                    yield measured(metrics, metric, self.key, [figures[metric]])
+            yield from self._curves(record, facts)
+            for behind, count in sorted(record.staleness.items()):
+                yield measured(metrics, STALENESS, {**self.key, "behind": behind}, [float(count)])
+        yield from self._waits(metrics)
+        arrived: list[CourseRecord] = []
+        missed: list[CourseRecord] = []
+        for record in self.records:
+            is_reached = not record.error and record.reached(config.target) is not None
+            (arrived if is_reached else missed).append(record)
+        for why, count in reasons_of(missed, edge_of(config, self.rate)).items():
+            for _ in range(count):
+                yield measured(metrics, NOT_REACHED, {**self.key, "why": why}, [1.0])
+        for record in arrived:
+            if record.has_ended_early:
+                yield measured(metrics, ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
+
+    def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[MeasuredCurve]:
+        if not record.moments:
+            return
+        axes = {
+            "step": [moment.step for moment in record.moments],
+            "s": [moment.at_s for moment in record.moments],
+            "bytes": [float(moment.moved_bytes) for moment in record.moments],
+        }
+        for metric, values in _courses(record.moments, facts).items():
+            yield MeasuredCurve(
+                key=self.key,
+                metric=metric,
+                unit="",
+                direction=facts.direction if facts.score in metric else "lower",
+                points={**axes, "value": values},
+            )
+
+    def _waits(self, metrics: Metrics) -> Iterator[Measured]:
+        maps = [record.waited_s for record in self.records if record.waited_s]
+        if not maps or len(maps[0]) > MAX_MAPPED:
+            return
+        for rank in range(len(maps[0])):
+            for awaited in range(len(maps[0][rank])):
+                waits_s = [waited_s[rank][awaited] for waited_s in maps]
+                if not any(waits_s):
+                    continue
+                key = {**self.key, "rank": rank, "waited_for": awaited}
+                for wait_s in waits_s:
+                    yield measured(metrics, WAITED, key, [wait_s])
+
+
+def edge_of(config: CompareConfig, rate: float) -> str:
+    """At which end of the grid a rate is, beyond which there may be a better one; '' for neither."""
+    if not config.is_tuned:
+        return ""
+    if rate == min(config.learning_rates):
+        return "at the smallest rate of the grid"
+    return "at the largest rate of the grid" if rate == max(config.learning_rates) else ""
+
+
+def _figures(record: CourseRecord, facts: TaskFacts, target: float) -> dict[str, float]:
+    """Where the target was reached, and what was at the end of a run that nobody left before it.
+
+    Nothing of a run that broke off.
+    """
+    if record.error or not record.moments:
+        return {}
+    last, reached = record.moments[-1], record.reached(target)
+    figures: dict[str, float] = {}
+    if reached is not None:
+        figures |= {SECONDS: reached.at_s, BYTES: float(reached.moved_bytes), STEPS: reached.step}
+    if record.has_ended_early:
+        return figures
+    figures |= {
+        final_of(facts): last.value,
+        worst_of(facts): last.worst,
+        DISTANCE: last.consensus_distance,
+        RUN_SECONDS: last.at_s,
+        SENT: float(last.moved_bytes),
+    }
+    if record.mean_staleness is not None:
+        figures[MEAN_STALENESS] = record.mean_staleness
+    return figures
+
+
+def _courses(moments: Sequence[Moment], facts: TaskFacts) -> dict[str, list[float]]:
+    fields: dict[str, Any] = {
+        facts.score: "value",
+        f"worst_{facts.score}": "worst",
+        "loss": "loss",
+        DISTANCE: "consensus_distance",
+    }
+    return {metric: [getattr(moment, field) for moment in moments] for metric, field in fields.items()}
+
+
+# --- the contest ---
 
 Ran = CourseRecord | BenchmarkError
 MAX_EXACT = 64
@@ -216,3 +678,80 @@ def why_no_rate(tried: Mapping[float, Ran]) -> str:
         return clause(others[0]) if others else DIVERGED_ALWAYS
     first = next(iter(tried.values()))
     return unfit(one_line(first) if isinstance(first, BenchmarkError) else first.error)
+
+
+# --- what is found out before anything runs ---
+
+MAX_THREADS = 256
+"""Workers up to which each may have a thread of its own."""
+_NO_CODEC = "none"
+
+
+def check_contest(config: CompareConfig) -> list[str]:
+    """UsageError for what no run could do; else what will be slow, in sentences.
+
+    The task's data is found, or fetched, on the way.
+    """
+    for contender in config.contenders:
+        _check_options(contender, config.world)
+    slow = _check_executors(config)
+    make_task(Try(config.contenders[0], config.learning_rates[0], config.seeds[0]).job(config))
+    if config.world.faults is not None:
+        _check_faults(config.world)
+    return slow
+
+
+def _check_options(contender: Contender, world: World) -> None:
+    """That what options name is there."""
+    topology, codec = contender.options.get("topology"), contender.options.get("codec", _NO_CODEC)
+    try:
+        if topology is not None and find(contender.strategy)[0].needs_machines:
+            make_topology(topology, world.num_machines)
+        elif topology is not None:
+            make_topology_on(topology, world.num_workers, world.num_machines)
+        if codec != _NO_CODEC:
+            codec_from_name(codec)
+    except UsageError as error:
+        raise UsageError(
+            f"{contender.name}: {error.what}", cause=error.cause, next_step=error.next_step
+        ) from error
+
+
+def _check_executors(config: CompareConfig) -> list[str]:
+    threaded = []
+    for contender in config.contenders:
+        tried = Try(contender, config.learning_rates[0], config.seeds[0])
+        job, world = tried.job(config), config.world_of(contender, tried.seed)
+        if config.executor == "stacked":
+            refuse_unfit(job, world)
+        elif config.executor == "exact" or suited(job, world) == "exact":
+            threaded.append(contender.name)
+    size = config.world.num_workers
+    if not threaded or size <= MAX_EXACT:
+        return []
+    if size > MAX_THREADS:
+        raise UsageError(
+            f"{size} workers are too many to have a thread each, as {_named(threaded, config)} would need.",
+            cause="only strategies that mix linearly and in lockstep, without faults, run in one tensor.",
+            next_step=f"{_instead(threaded, config)}, or give --workers {MAX_THREADS} or fewer.",
+        )
+    return [f"Slow with {size} workers, each in a thread of its own: {_named(threaded, config)}."]
+
+
+def _named(threaded: Sequence[str], config: CompareConfig) -> str:
+    return "every strategy" if len(threaded) == len(config.contenders) > 1 else ", ".join(threaded)
+
+
+def _instead(threaded: Sequence[str], config: CompareConfig) -> str:
+    if config.executor == "exact":
+        return "leave --executor exact out"
+    if config.world.faults is not None:
+        return "leave --faults out"
+    return f"leave {', '.join(threaded)} out of --strategies"
+
+
+def _check_faults(world: World) -> None:
+    """That its script concerns workers that there are, and what can happen to them."""
+    for outcome in run_exact(world, lambda _: None):
+        if isinstance(outcome.error, UsageError):
+            raise outcome.error

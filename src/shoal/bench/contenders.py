@@ -1,21 +1,65 @@
-"""Strategies as benchmarks measure them: which are of which kind, and what options they are measured with.
+"""What the benchmarks that train share: strategies, devices, the model that is trained, and printed figures.
 
 Importing this does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from shoal.core import UsageError
+from shoal.core.placement import num_cores
+from shoal.core.run_options import flag
+from shoal.doctor import machine
+from shoal.report.tables import emit
 from shoal.strategies.options import WAITS_FOR_ALL, read_options
 from shoal.strategies.registry import canonical, find
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shoal.bench.ranks import HostFlags
+    from shoal.group.base import Group
+    from shoal.models import ModelEntry
+    from shoal.strategies import Strategy
+
+    Batch = tuple[torch.Tensor, torch.Tensor]
+    """Inputs and labels."""
+
 NONE = "none"
 """Nothing is attached, and nothing shared: the ceiling."""
+DeviceKind = Literal["cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+_NUM_BATCHES = 4
+_QUICK_SIDE = 32
+"""Larger images than this take a CPU many times as long."""
+_DRIVER_ANSWER_S = 30.0
+_DEVIATIONS = 1.96
+"""Of a normal distribution 95 % lie within so many on both sides."""
+
+Device = Annotated[DeviceChoice, flag("Where workers compute; auto: on a GPU, if there is one.")]
+NoCuda = Annotated[bool, flag("The same as --device cpu.")]
+StrategyOption = Annotated[
+    dict[str, str], flag("Of the strategies that have it; may be given often.", metavar="NAME=VALUE")
+]
+WorkersPerMachine = Annotated[int | None, flag("Split this machine into several, for 'hierarchical'.", ge=1)]
+NumServers = Annotated[
+    int | None,
+    flag("Processes beside the workers, for 'parameter-server' and 'staleness-aware'.", ge=1, shown="1"),
+]
+
+
+# --- strategies ---
 
 
 def beside_none(named: Iterable[str]) -> tuple[str, ...]:
@@ -107,3 +151,297 @@ def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """All options of each strategy, with those given that it has; UsageError for one that none has."""
     return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
+
+
+def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
+    """Return as many servers as was asked for, or one; UsageError where no strategy has any."""
+    if asked is not None and not any(map(needs_servers, strategies)):
+        raise UsageError(
+            "--num-servers is of parameter-server and staleness-aware, which are not measured here.",
+            next_step="leave it out, or name one of them among --strategies.",
+        )
+    return asked or 1
+
+
+class Contender(msgspec.Struct, frozen=True):
+    """One way of training."""
+
+    name: str
+    strategy: str
+    options: dict[str, Any] = {}
+    base: str = ""
+    """The contender that it differs from by a trick alone."""
+    trick: str = ""
+
+
+def strategy_contenders(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender, ...]:
+    """Strategies, each a name and perhaps options of its own: 'neighbor topology=ring'.
+
+    `common` options go to all that know them, and yield to a strategy's own; UsageError for one that nobody
+    knows.
+    """
+    labels = {" ".join(text.split()): text.split() for text in texts}
+    if not labels:
+        raise UsageError(
+            "There is no strategy to train with.", next_step="name one: --strategies all-reduce."
+        )
+    shares = shares_of([name for name, *_ in labels.values()], common)
+    return tuple(
+        contender_of(label, name, shares[name] | _own_options(label, words))
+        for label, (name, *words) in labels.items()
+    )
+
+
+def _own_options(label: str, words: Sequence[str]) -> dict[str, str]:
+    own = {}
+    for word in words:
+        option, is_there, value = word.partition("=")
+        if not is_there or not option:
+            raise UsageError(
+                f"{word!r} in {label!r} sets nothing.", next_step="say --strategies 'neighbor topology=ring'."
+            )
+        own[option.replace("-", "_")] = value
+    return own
+
+
+def contender_of(
+    name: str, strategy: str, options: Mapping[str, Any], base: str = "", trick: str = ""
+) -> Contender:
+    """With all options that the strategy has, checked."""
+    return Contender(name, strategy, all_options(strategy, options), base, trick)
+
+
+# --- devices ---
+
+
+def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = True) -> DeviceKind:
+    """Return the device that was asked for; `auto` takes GPUs where this machine has any.
+
+    UsageError for GPUs that this machine does not have, where workers run on it.
+    """
+    if no_cuda and asked == "cuda":
+        raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
+    if no_cuda or asked == "cpu":
+        return "cpu"
+    has_gpu = machine.default_device() == "cuda"
+    if asked == "cuda" and is_here and not has_gpu:
+        raise UsageError(
+            "There is no GPU for --device cuda.",
+            cause="torch is a build without CUDA, or the driver tells of no GPU.",
+            next_step="use --device cpu, or see what `shoal doctor` says.",
+        )
+    return "cuda" if has_gpu or asked == "cuda" else "cpu"
+
+
+def workers_device(
+    asked: DeviceChoice, hosts: HostFlags, num_workers: int, *, no_cuda: bool = False
+) -> DeviceKind:
+    """Say where the workers of a command compute, by its flags for devices and hosts.
+
+    That they share GPUs, or cores, is told. UsageError as `device_of`.
+    """
+    device = device_of(asked, no_cuda=no_cuda, is_here=not hosts.are_named)
+    if device == "cuda" and has_shared_gpus(hosts, num_workers):
+        tell_sharing(hosts, num_workers)
+    if device == "cpu" and not hosts.are_named and hosts.launched_size is None:
+        tell_sharing_cores(num_workers)
+    return device
+
+
+def tell_sharing_cores(num_workers: int) -> None:
+    """Say that there are more workers than cores, where it is so: each is slower than it would be alone."""
+    if num_workers > (num_here := num_cores()):
+        emit(f"{num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
+
+
+def num_gpus() -> int:
+    """Count the GPUs that this process and its children may use on this machine."""
+    num_found = len(machine.gpus(_DRIVER_ANSWER_S).found)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        num_found if visible is None else min(num_found, len([part for part in visible.split(",") if part]))
+    )
+
+
+def has_shared_gpus(hosts: HostFlags, num_workers: int) -> bool:
+    """Tell whether there are more workers than GPUs on this machine; other machines' are not known."""
+    return not hosts.are_named and hosts.workers_here(num_workers) > num_gpus()
+
+
+def tell_sharing(hosts: HostFlags, num_workers: int) -> None:
+    """Say that workers share the GPUs of this machine; the user of a launcher knows."""
+    if hosts.launched_size is None:
+        num_here = num_gpus()
+        emit(f"{num_workers} workers share {num_here} GPU{'s' * (num_here != 1)}.", sys.stderr)
+
+
+def tell_slow_images(side: int, device: DeviceKind) -> None:
+    """Say that large images take a CPU long: their size is changed by a flag alone."""
+    if device == "cpu" and side > _QUICK_SIDE:
+        emit(f"Images of {side}×{side} take a CPU long; --image-size {_QUICK_SIDE} is quicker.", sys.stderr)
+
+
+# --- what a worker trains ---
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that this process has told it to; a CPU always has."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+class Trainee:
+    """`step` is the user's own loop; `model` may get something wrapped around it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, batches: Iterator[Batch], device: torch.device
+    ) -> None:
+        from torch import nn
+
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._batches = batches
+        self._loss = nn.CrossEntropyLoss()
+
+    def step(self) -> None:
+        """One iteration."""
+        self.optimizer.zero_grad()
+        self.learn()
+
+    def learn(self) -> None:
+        """Forward, loss, backward and the optimizer's step; gradients are added to what is there."""
+        x, y = next(self._batches)
+        self._loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was told to."""
+        synchronize(self.device)
+
+    def seconds_of(self, action: Callable[[], None], count: int = 1) -> float:
+        """How long so many calls take, with all that the device has to do for them."""
+        self.synchronize()
+        began_s = time.perf_counter()
+        for _ in range(count):
+            action()
+        self.synchronize()
+        return time.perf_counter() - began_s
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained on synthetic batches, and by which SGD."""
+
+    entry: Any
+    """A `ModelEntry`."""
+    batch_size: int
+    learning_rate: float
+    momentum: float = 0.0
+    seed: int = 0
+
+    def trainee(self, rank: int, device: torch.device) -> Trainee:
+        """Make what one rank trains: models are equal on all ranks, and a rank's few batches are its own."""
+        from torch.optim import SGD
+
+        model = new_model(self.entry, self.seed, device)
+        optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+        seeds = range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES)
+        batches = [self.entry.random_batch(self.seed + seed, self.batch_size) for seed in seeds]
+        on_device = [(x.to(device), y.to(device)) for x, y in batches]
+        return Trainee(model, optimizer, itertools.cycle(on_device), device)
+
+
+def new_model(entry: ModelEntry, seed: int, device: torch.device) -> nn.Module:
+    """Make one that has learned nothing; equal for equal seeds."""
+    import torch
+
+    torch.manual_seed(seed)
+    return entry.build().to(device)
+
+
+def make_contender(group: Group, strategy: str, options: Mapping[str, Any]) -> Strategy:
+    """The strategy; UsageError for one that stands on a package which is not there.
+
+    A lone worker's strategy does not ask for it, and would be plain training, measured under that name.
+    """
+    from shoal.strategies import make_strategy
+
+    if canonical(strategy) == "horovod" and group.size == 1:
+        from shoal.strategies.horovod import load_horovod
+
+        load_horovod()
+    return make_strategy(group, strategy, **options)
+
+
+class Laps:
+    """The times of one iteration after another; the device is waited for before the first and after the last.
+
+    Between them a GPU is told of new work while it does the old: the end of an iteration is an event in its
+    stream. What it still does elsewhere after the last event counts as part of the last iteration.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: list[Any] = []
+        synchronize(device)
+        self._began_s = time.perf_counter()
+        self._begin = self._now()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def end(self) -> None:
+        """An iteration ends here, and the next begins."""
+        self._ends.append(self._now())
+
+    def seconds(self) -> list[float]:
+        """Of each iteration, once the device has done them all."""
+        synchronize(self._device)
+        in_all_s = time.perf_counter() - self._began_s
+        pairs = itertools.pairwise([self._begin, *self._ends])
+        if self._device.type != "cuda":
+            return [end_s - begin_s for begin_s, end_s in pairs]
+        times_s = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        if times_s:
+            times_s[-1] += max(0.0, in_all_s - sum(times_s))
+        return times_s
+
+    def _now(self) -> Any:
+        """An event of the GPU's current stream, or on a CPU the time."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+# --- figures as the documents print them ---
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The mean of one figure, and how far most samples are from it."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """With the population's deviation, as BlueFog, Horovod and KungFu have it."""
+        return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} +-{self.error:.1f}"
+
+
+def iteration_text(number: int, images_per_s: float) -> str:
+    """BlueFog's and Horovod's line of one iteration; on a CPU too a worker is a GPU there."""
+    return f"Iter #{number}: {images_per_s:.1f} img/sec per GPU"
+
+
+def workers_text(count: object) -> str:
+    """As '1 worker' and '2 workers'."""
+    return f"{count} worker{'' if count == 1 else 's'}"

@@ -1,19 +1,26 @@
 """How long an iteration takes under each way of sharing: a model of compute, links, messages and overlap.
 
-Nothing is measured here, and nothing is fitted: `calibration` finds the numbers that a model cannot know,
-`published` and `predict` say where they come from. `docs/scaling.md` has the formulas in words.
+Nothing is measured here: `fit` finds the numbers that a model cannot know, `published` and `predict` say
+where they come from. `docs/scaling.md` has the formulas in words.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from shoal.core import UsageError
+from shoal.core import Address, UsageError
 from shoal.topology import make_topology
+from shoal.transport import Conditions, Profile
+from shoal.transport.network.distributions import sampler_of
 
 FORWARD_SHARE = 1 / 3
 """Of the time of forward and backward: backward computes two products where forward computes one."""
@@ -24,23 +31,23 @@ _MOST_TURNS = 24
 """Of a schedule that repeats later, so many turns stand for all."""
 
 
-class Link(msgspec.Struct, frozen=True):
+class ModelLink(msgspec.Struct, frozen=True):
     """What lies between two workers: a message takes the latency, and its bytes the bandwidth."""
 
     latency_s: float
     bytes_per_s: float
 
     def seconds(self, size_bytes: float) -> float:
-        """Of one message."""
+        """How long one message of so many bytes takes."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
+class ModelNetwork(msgspec.Struct, frozen=True, kw_only=True):
     """Machines of equally many workers, and the two classes of links."""
 
-    inside: Link
+    inside: ModelLink
     """Between workers of one machine."""
-    between: Link
+    between: ModelLink
     """Between machines: the line of each to all others."""
     workers_per_machine: int
     line_of: Line = "machine"
@@ -95,7 +102,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 def iteration_s(
-    work: Work, method: Method, network: Network, num_workers: int, terms: Terms | None = None
+    work: Work, method: Method, network: ModelNetwork, num_workers: int, terms: Terms | None = None
 ) -> float:
     """The time from one step to the next, a mean over the turns of a schedule."""
     if num_workers < 2 or method.kind == "none":
@@ -112,7 +119,7 @@ def iteration_s(
     return sum(ends_s) / len(ends_s) + extra_s
 
 
-def _num_mixings(method: Method, network: Network, num_workers: int) -> float:
+def _num_mixings(method: Method, network: ModelNetwork, num_workers: int) -> float:
     """How often a worker goes through as many bytes as it has parameters, to reduce or to copy them.
 
     In a mean of n each reduces its share of all, and copies the shares of the others.
@@ -125,14 +132,14 @@ def _num_mixings(method: Method, network: Network, num_workers: int) -> float:
     return 2 * (members - 1) / members + across
 
 
-def ring_s(size_bytes: float, num_members: int, link: Link) -> float:
+def ring_s(size_bytes: float, num_members: int, link: ModelLink) -> float:
     """An all-reduce in a ring: 2(n − 1) steps of a share each, at the pace of the slowest link."""
     if num_members < 2:
         return 0.0
     return 2 * (num_members - 1) * link.seconds(size_bytes / num_members)
 
 
-def _all_reduced_s(work: Work, method: Method, network: Network, num_workers: int) -> float:
+def _all_reduced_s(work: Work, method: Method, network: ModelNetwork, num_workers: int) -> float:
     """Buckets follow each other over the links without a pause; what is late is late once."""
     if method.leaves == "after-step":
         return work.compute_s + sum(_all_reduce_parts_s(work.size_bytes, method, network, num_workers))
@@ -146,7 +153,7 @@ def _all_reduced_s(work: Work, method: Method, network: Network, num_workers: in
 
 
 def _all_reduce_parts_s(
-    size_bytes: float, method: Method, network: Network, num_workers: int
+    size_bytes: float, method: Method, network: ModelNetwork, num_workers: int
 ) -> tuple[float, float]:
     """Of one bucket: how long its steps are on their way, and how long its bytes keep the links."""
     mates, num_machines = network.mates(num_workers), network.num_machines(num_workers)
@@ -171,7 +178,7 @@ def _combined_s(work: Work, method: Method, seconds: float) -> float:
     return max(work.compute_s + first * seconds, work.forward_s + first * backward_s + seconds)
 
 
-def _turns_s(work: Work, method: Method, network: Network, num_workers: int) -> list[float]:
+def _turns_s(work: Work, method: Method, network: ModelNetwork, num_workers: int) -> list[float]:
     """How long the exchange of each turn takes."""
     mates = network.mates(num_workers)
     if method.kind == "neighbor":
@@ -189,7 +196,7 @@ def _turns_s(work: Work, method: Method, network: Network, num_workers: int) -> 
     return [mean_s + seconds + told_s for seconds in between]
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ModelTurn(msgspec.Struct, frozen=True):
     """How many messages the workers of the first machine send in one turn."""
 
     inside: int
@@ -203,7 +210,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=256)
-def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tuple[Turn, ...]:
+def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tuple[ModelTurn, ...]:
     """The turns of a topology; UsageError where there is none of that size."""
     if num_workers % workers_per_machine:
         raise UsageError(
@@ -219,19 +226,19 @@ def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tup
         crossing = [[machine for machine in peers if machine] for peers in machines]
         to_machine = [peers.count(machine) for peers in crossing for machine in peers]
         counts = [len(peers) for peers in crossing]
-        turns.append(Turn(max(inside), sum(counts), max(counts), max(to_machine, default=0)))
+        turns.append(ModelTurn(max(inside), sum(counts), max(counts), max(to_machine, default=0)))
     return tuple(turns)
 
 
-def _all_to_all(turns: tuple[Turn, ...], mates: int) -> list[Turn]:
+def _all_to_all(turns: tuple[ModelTurn, ...], mates: int) -> list[ModelTurn]:
     """Turns of machines in which each worker speaks to all of its own machine and of the neighbours."""
     return [
-        Turn(mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine)
+        ModelTurn(mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine)
         for turn in turns
     ]
 
 
-def _messages_s(turn: Turn, work: Work, network: Network) -> float:
+def _messages_s(turn: ModelTurn, work: Work, network: ModelNetwork) -> float:
     """Inside and outside at once."""
     is_apart = network.line_of == "worker-pair"
     num_inside = min(turn.inside, 1) if is_apart else turn.inside
@@ -246,3 +253,108 @@ def _messages_s(turn: Turn, work: Work, network: Network) -> float:
     }
     outside_s = network.between.seconds(one_after_another[network.line_of] * work.size_bytes)
     return max(inside_s, outside_s)
+
+
+# --- links of a profile ---
+
+_NUM_QUANTILES = 200
+
+
+def shaped_network(
+    profile: Profile | str | Path,
+    inside: ModelLink,
+    between: Literal["workers", "machines"],
+    num_workers: int,
+    workers_per_machine: int,
+) -> ModelNetwork:
+    """As so many workers see it; `inside` is what the profile leaves alone."""
+    if not isinstance(profile, Profile):
+        profile = Profile.load(profile)
+    if between == "workers":
+        peers = [Address("rank", rank) for rank in range(num_workers)]
+    else:
+        num_machines = -(-num_workers // workers_per_machine)
+        peers = [Address("machine", machine) for machine in range(num_machines)]
+    link = slowest_link(profile, peers)
+    return ModelNetwork(
+        inside=link if between == "workers" else inside,
+        between=link,
+        workers_per_machine=workers_per_machine,
+        line_of=_line_of(profile, peers, link, between),
+    )
+
+
+def slowest_link(profile: Profile, peers: list[Address]) -> ModelLink:
+    """The longest mean delay and the narrowest bandwidth between any two of these; free for one alone."""
+    conditions = Conditions(profile)
+    pairs = list(itertools.permutations(peers, 2))
+    return ModelLink(
+        max((mean_delay_s(profile, *pair) for pair in pairs), default=0.0),
+        min((conditions.link(*pair).bytes_per_s for pair in pairs), default=float("inf")),
+    )
+
+
+def mean_delay_s(profile: Profile, source: Address, target: Address) -> float:
+    """The mean delay of one way, without jitter."""
+    sample_s = sampler_of(profile.way_between(source, target).delay_ms or 0.0)
+    return sum(sample_s((number + 0.5) / _NUM_QUANTILES) for number in range(_NUM_QUANTILES)) / _NUM_QUANTILES
+
+
+def _line_of(
+    profile: Profile, peers: list[Address], link: ModelLink, between: Literal["workers", "machines"]
+) -> Line:
+    lines = [profile.line_of(peer) for peer in peers]
+    limits = [mbit_s for line in lines for mbit_s in (line.up_mbit_s, line.down_mbit_s) if mbit_s]
+    if limits and min(limits) * 1e6 / 8 <= link.bytes_per_s * (1 + 1e-9):
+        return "worker"
+    return "worker-pair" if between == "workers" else "machine-pair"
+
+
+# --- least squares ---
+
+Vector = npt.NDArray[np.float64]
+Model = Callable[[Sequence[float]], Sequence[float]]
+"""From parameters to predictions."""
+
+_ROUNDS = 60
+_NUDGE = 1e-4
+_LEAST = 1e-12
+
+
+def fit(model: Model, measured: Sequence[float], beginnings: Sequence[Sequence[float]]) -> list[float]:
+    """The parameters, at least zero, whose predictions are nearest to what was measured, in proportion.
+
+    Gauss and Newton's way from each beginning, all of whose entries are above zero; the best end counts.
+    """
+    target = np.asarray(measured, dtype=float)
+
+    def misses(parameters: Vector) -> Vector:
+        predicted: Vector = np.asarray(model(parameters.tolist()), dtype=float)
+        off: Vector = predicted / target - 1
+        return off
+
+    ends = [_descend(misses, np.asarray(beginning, dtype=float)) for beginning in beginnings]
+    best: list[float] = min(ends, key=lambda end: float(np.sum(misses(end) ** 2))).tolist()
+    return best
+
+
+def _descend(misses: Callable[[Vector], Vector], at: Vector) -> Vector:
+    scale = at.copy()
+    damping = 1e-3
+    now = misses(at)
+    for _ in range(_ROUNDS):
+        slopes = np.stack(
+            [(misses(at + step) - now) / _NUDGE for step in np.diag(scale * _NUDGE)], axis=1
+        )  # for each parameter, in units of its beginning
+        square = slopes.T @ slopes
+        move = np.linalg.solve(square + damping * np.eye(len(at)), -slopes.T @ now)
+        there = np.maximum(at + move * scale, 0.0)
+        then = misses(there)
+        if float(then @ then) < float(now @ now):
+            is_done = float(now @ now) - float(then @ then) < _LEAST * _LEAST
+            at, now, damping = there, then, damping / 4
+            if is_done:
+                break
+        else:
+            damping *= 8
+    return at

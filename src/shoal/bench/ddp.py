@@ -1,24 +1,54 @@
 """`shoal bench ddp`: what sharing costs as workers are added, in the sweep of PyTorch's DDP benchmark.
 
-Without a wrapper on rank 0, then 1, 2, 4, ... workers of a machine, then whole machines. What a worker does
-is `ddp_worker`'s, what the samples say `ddp_summary`'s, and PyTorch's file `report.pytorch`'s.
+Without a wrapper on rank 0, then 1, 2, 4, ... workers of a machine, then whole machines. PyTorch's file is
+`report.pytorch`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import all_options, has_option, is_ddp, needs_servers
-from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, Tell
-from shoal.bench.metrics import Metrics, measured
+from shoal.bench.contenders import (
+    Device,
+    DeviceKind,
+    Trainee,
+    all_options,
+    device_of,
+    has_option,
+    has_shared_gpus,
+    is_ddp,
+    make_contender,
+    needs_servers,
+    new_model,
+    num_gpus,
+    tell_sharing,
+    tell_slow_images,
+    workers_text,
+)
+from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured
+from shoal.bench.ranks import HostFlags
+from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import Backend as TorchBackend
 from shoal.core import BenchmarkError, UsageError
-from shoal.report.pytorch import ALONE, SECONDS
+from shoal.core.run_options import flag
+from shoal.doctor.machine import describe_machine
+from shoal.report import Report, Row
+from shoal.report.pytorch import ALONE, SECONDS, to_document
+from shoal.report.statistics import PERCENTILES, percentiles
+from shoal.report.views import Items
+
+if TYPE_CHECKING:
+    from shoal.group.base import Group
 
 SKEW, ALIKE = "slowest_over_fastest", "like_machine_0"
 METRICS: Metrics = {
@@ -45,6 +75,62 @@ _ANSWER_S = 1800.0  # 15 iterations of a large model on one core
 
 Backend = Literal["gloo", "nccl", "shoal"]
 """What carries gradients: torch.distributed's, or the group's own shared memory and streams."""
+DEFAULT_WORKERS = 2
+_WARM_ITERATIONS = 2
+_TITLE = "Shoal distributed data parallel benchmark"
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+NOTABLE_SKEW = 1.05
+"""In the median iteration; below it the slowest rank is a different one each time."""
+_VARIABLES = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+"""What a launcher would have set, by the flag that says it."""
+
+
+class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench ddp`, which are those of PyTorch's DDP benchmark and ours."""
+
+    model: Annotated[
+        tuple[str, ...] | None,
+        flag("What is trained.", metavar="NAME,...", shown="the document's four on GPUs, resnet18 else"),
+    ] = None
+    strategy: Annotated[
+        str, flag("In the place of torch's DDP: any of `shoal run --help`.", metavar="NAME")
+    ] = "ddp"
+    option: Annotated[dict[str, str], flag("Of the strategy; may be given often.", metavar="NAME=VALUE")] = {}
+    num_workers: Annotated[
+        int | None, flag("Workers at most.", "--np", "-np", ge=1, shown="the GPUs, or 2 on the CPU")
+    ] = None
+    workers_per_machine: Annotated[
+        int | None, flag("Count one machine as several of so many workers.", ge=1)
+    ] = None
+    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 32
+    image_size: Annotated[int | None, flag("The side of the images.", ge=1, shown="the models' own")] = None
+    num_warmup: Annotated[int, flag("Iterations before those that count.", ge=0)] = 5
+    num_iters: Annotated[int, flag("Measured iterations of each rank.", ge=1)] = 10
+    bucket_size: Annotated[int | None, flag("Of gradients, in MB.", ge=1, shown="25")] = None
+    distributed_backend: Annotated[
+        TorchBackend | None,
+        flag("Of the measured groups.", shown="for ddp: nccl with a GPU for each worker, else gloo"),
+    ] = None
+    device: Device = "auto"
+    world_size: Annotated[
+        int | None, flag("Processes, of which this is one: started by hand, one a rank.", ge=1)
+    ] = None
+    rank: Annotated[int | None, flag("Of this process.", ge=0, shown="RANK")] = None
+    master_addr: Annotated[str | None, flag("Where rank 0 runs.", metavar="HOST")] = None
+    master_port: Annotated[int | None, flag("Where they meet there.", ge=1, le=65535, metavar="PORT")] = None
+
+
+class DdpRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; --json has PyTorch's layout here."""
+
+    json_file: Annotated[
+        Path | None, flag("Write PyTorch's own JSON of the run; - is stdout.", "--json", metavar="FILE")
+    ] = None
 
 
 class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,7 +151,7 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     num_workers: int = 2
     workers_per_machine: int | None = None
     """Counts one machine as several; None takes machines as they are."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,16 +182,68 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return is_ddp(self.strategy)
 
 
-class Stage(msgspec.Struct, frozen=True):
-    """One configuration of the sweep: the first ranks, under the document's label."""
+def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
+    """Make of the flags, and of the document's defaults on this device, what is measured."""
+    from shoal.models import model_named
 
-    label: str
-    num_ranks: int
+    device = device_of(flags.device, is_here=not hosts.are_named)
+    is_gpu = device == "cuda"
+    num_here = num_gpus() if is_gpu else 0
+    size = hosts.num_workers(flags.num_workers, flags.world_size or num_here or DEFAULT_WORKERS)
+    is_shared = is_gpu and has_shared_gpus(hosts, size)
+    if is_shared:
+        tell_sharing(hosts, size)
+    if is_shared and flags.distributed_backend == "nccl":
+        raise UsageError(
+            "NCCL refuses workers that share a GPU.",
+            next_step=f"take --np {num_here} or fewer, or --distributed-backend gloo.",
+        )
+    models = flags.model or (DOCUMENT_MODELS if is_gpu else ("resnet18",))
+    image_size = flags.image_size or max(model_named(name).image_side for name in models)
+    if flags.image_size is None:
+        tell_slow_images(image_size, device)
+    strategy = "ddp" if is_ddp(flags.strategy) else flags.strategy
+    bucket_size = bucket_size_of(strategy, flags.bucket_size)
+    usual: Backend = "shoal"
+    if strategy == "ddp":
+        usual = "nccl" if is_gpu and not is_shared else "gloo"
+    return DdpConfig(
+        models=tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models)),
+        batch_size=flags.batch_size,
+        image_size=image_size,
+        num_warmup=flags.num_warmup,
+        num_iters=flags.num_iters,
+        bucket_size=bucket_size,
+        distributed_backend=flags.distributed_backend or usual,
+        strategy=strategy,
+        options=options_of(strategy, flags.option, bucket_size),
+        num_workers=size,
+        workers_per_machine=flags.workers_per_machine,
+        device=device,
+        seed=run.seed,
+    )
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether nothing is wrapped around the model."""
-        return self.label == ALONE
+
+def take_part(flags: DdpFlags) -> None:
+    """Place this process as the flags say, in the variables that a launcher would have set."""
+    given = {name: getattr(flags, name) for name in _VARIABLES if getattr(flags, name) is not None}
+    if flags.world_size is None:
+        if given:
+            raise UsageError(
+                f"--{next(iter(given)).replace('_', '-')} says nothing without --world-size.",
+                next_step="give both, or neither: workers are started by themselves then.",
+            )
+        return
+    told = {_VARIABLES[name]: str(value) for name, value in given.items()}
+    missing = [name for name, variable in _VARIABLES.items() if variable not in {**told, **os.environ}]
+    if missing and flags.world_size > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise UsageError(
+            f"One process of {flags.world_size} cannot find the others without {names}.",
+            next_step="start one for each rank: shoal bench ddp --world-size 2 --rank 0 --master-addr HOST "
+            "--master-port 29500.",
+        )
+    os.environ.update({"RANK": "0", **told} if flags.world_size == 1 else told)
 
 
 def bucket_size_of(strategy: str, asked: int | None) -> int | None:
@@ -142,7 +280,22 @@ def has_buckets(strategy: str) -> bool:
     return has_option(strategy, "bucket_mib")
 
 
-def sweep(machines: Sequence[int]) -> list[Stage]:
+# --- the scenario ---
+
+
+class SweepStage(msgspec.Struct, frozen=True):
+    """One configuration of the sweep: the first ranks, under the document's label."""
+
+    label: str
+    num_ranks: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing is wrapped around the model."""
+        return self.label == ALONE
+
+
+def sweep(machines: Sequence[int]) -> list[SweepStage]:
     """The stages for ranks on these machines, in the order of ranks: a machine is a number, used once.
 
     BenchmarkError where the ranks of a machine do not follow each other.
@@ -155,11 +308,11 @@ def sweep(machines: Sequence[int]) -> list[Stage]:
             next_step="let it fill one machine after another, as mpirun --map-by slot does.",
         )
     powers = itertools.takewhile(lambda count: count < sizes[0], (1 << bit for bit in itertools.count()))
-    stages = [Stage(ALONE, 1), *(Stage(f"1M/{count}G", count) for count in powers)]
+    stages = [SweepStage(ALONE, 1), *(SweepStage(f"1M/{count}G", count) for count in powers)]
     for number in range(1, len(sizes) + 1):
         used = sizes[:number]
         each = str(used[0]) if min(used) == max(used) else f"{min(used)}-{max(used)}"
-        stages.append(Stage(f"{number}M/{each}G", sum(used)))
+        stages.append(SweepStage(f"{number}M/{each}G", sum(used)))
     return stages
 
 
@@ -170,25 +323,25 @@ class DdpScenario:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), DdpConfig), seed=seed)
         self._num_groups = 0
         self._warm_model: str | None = None
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Model by model; a stage that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
-            "shoal.bench.ddp_worker:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+        settings = WorkerSettings(
+            "shoal.bench.ddp:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
-        with self.open_crew(settings) as crew:
-            places = crew.ask("place")
-            yield from self._compare_machines(crew, [place["host_id"] for place in places], tell)
+        with self.open_workers(settings) as workers:
+            places = workers.ask("place")
+            yield from self._compare_machines(workers, [place["host_id"] for place in places], tell)
             stages = sweep(numbered([place["machine"] for place in places]))
             for model, stage in itertools.product(config.models, stages):
-                yield from self._measure(crew, model, stage, tell)
+                yield from self._measure(workers, model, stage, tell)
 
-    def _compare_machines(self, crew: Workers, hosts: list[str], tell: Tell) -> Iterator[Measured]:
+    def _compare_machines(self, workers: Workers, hosts: list[str], tell: Tell) -> Iterator[Measured]:
         if len({*hosts}) == 1:
             return
-        machines = [machine for machine in crew.ask("machine") if machine is not None]
+        machines = [machine for machine in workers.ask("machine") if machine is not None]
         for number, machine in enumerate(machines[1:], start=1):
             different = [name for name in COMPARED if machine[name] != machines[0][name]]
             key = {"machine": number, "host": machine["machine"], "differs_in": ", ".join(different)}
@@ -196,14 +349,14 @@ class DdpScenario:
             if "topology" in different:
                 tell(f"{machine['machine']} is built otherwise:\n{machine['topology']}")
 
-    def _warm_up(self, crew: Workers, model: str, tell: Tell) -> None:
+    def _warm_up(self, workers: Workers, model: str, tell: Tell) -> None:
         """Everybody alone; what is slow about a first time is over then."""
-        if self._warm_model != model or not crew.is_running:
+        if self._warm_model != model or not workers.is_running:
             tell(f"{model}: warming up")
-            crew.ask("warm_up", model=model)
+            workers.ask("warm_up", model=model)
             self._warm_model = model
 
-    def _measure(self, crew: Workers, model: str, stage: Stage, tell: Tell) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Measured]:
         config = self._config
         key = {
             "model": model,
@@ -215,9 +368,9 @@ class DdpScenario:
         self._num_groups += 1
         group_name = None if stage.is_alone else f"ddp-{self._num_groups}"
         try:
-            self._warm_up(crew, model, tell)
+            self._warm_up(workers, model, tell)
             tell(f"{model}: {stage.label}")
-            times_s = crew.ask(
+            times_s = workers.ask(
                 "measure",
                 among=stage.num_ranks,
                 model=model,
@@ -242,3 +395,268 @@ def numbered(names: Sequence[Any]) -> list[int]:
     """Numbers in the place of names, in the order of their first appearance."""
     seen: dict[str, int] = {}
     return [seen.setdefault(str(name), len(seen)) for name in names]
+
+
+# --- a worker ---
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Measure what is ordered."""
+    place.set_up_process()
+    worker = DdpWorker(place, msgspec.convert(arguments, DdpConfig))
+    return {
+        "place": worker.place,
+        "machine": worker.machine,
+        "warm_up": worker.warm_up,
+        "measure": worker.measure,
+    }
+
+
+class DdpWorker:
+    """What one worker does."""
+
+    def __init__(self, place: Place, config: DdpConfig) -> None:
+        self._place = place
+        self._config = config
+
+    def place(self) -> dict[str, Any]:
+        """The machine that this worker counts as being on, and the one that it is on."""
+        from shoal.group.cluster.rendezvous import host_id
+
+        machines, per_machine = self._place.machines, self._config.workers_per_machine
+        machine = machines[self._place.rank] if machines else 0
+        part = self._place.local_rank // per_machine if per_machine else 0
+        return {"machine": [machine, part], "host_id": host_id()}
+
+    def machine(self) -> dict[str, Any] | None:
+        """All about the machine, by the first worker of each."""
+        return describe_machine() if self._place.local_rank == 0 else None
+
+    def warm_up(self, model: str) -> None:
+        """Iterate alone, for nobody to see."""
+        trainee = self._trainee(model)
+        for _ in range(_WARM_ITERATIONS):
+            iteration_s(trainee)
+
+    def measure(self, model: str, num_ranks: int, group_name: str | None) -> list[float]:
+        """The seconds of each iteration, in a group of so many ranks, or with nothing around the model."""
+        from shoal.group.solo import SoloGroup
+
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            group: Group = SoloGroup()
+            if group_name is not None:
+                group = stack.enter_context(self._open_group(group_name, num_ranks))
+            trainee = self._trainee(model)
+            if group_name is not None:
+                self._share(group, trainee, stack)
+            for _ in range(config.num_warmup):
+                iteration_s(trainee)
+            group.barrier().wait()
+            times_s = [iteration_s(trainee) for _ in range(config.num_iters)]
+            group.barrier().wait()  # nobody takes apart what another still needs
+            return times_s
+
+    def _trainee(self, model: str) -> Trainee:
+        import torch
+        from torch.optim import SGD
+
+        from shoal.models import model_named
+
+        config = self._config
+        entry = model_named(model).at(image_side=config.image_size, num_classes=NUM_CLASSES)
+        device = self._place.device(config.device)
+        seed = config.seed + self._place.rank
+        network = new_model(entry, seed, device)
+        # the document's settings, and its labels
+        optimizer = SGD(network.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+        x, y = (tensor.to(device) for tensor in entry.random_batch(seed, config.batch_size))
+        return Trainee(network, optimizer, itertools.repeat((x, torch.ones_like(y))), device)
+
+    def _open_group(self, name: str, num_ranks: int) -> Group:
+        config = self._config
+        backend: TorchBackend | None = None
+        # torch's wrapper opens gloo on the CPU, and NCCL where each worker has a GPU, by itself
+        if config.distributed_backend != "shoal" and not (config.is_ddp and self._is_usual):
+            backend = config.distributed_backend
+        return self._place.open_group(
+            name, among=num_ranks, workers_per_machine=config.workers_per_machine, backend=backend
+        )
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether the backend is the device's own."""
+        return self._config.distributed_backend == ("gloo" if self._config.device == "cpu" else "nccl")
+
+    def _check_backend(self, opened: str) -> None:
+        """UsageError where torch's wrapper talks by another backend than the report would say."""
+        if opened != self._config.distributed_backend:
+            raise UsageError(
+                f"Workers were to talk by {self._config.distributed_backend}, and {opened} was opened.",
+                cause="NCCL refuses workers that share a GPU.",
+                next_step=f"give --distributed-backend {opened}.",
+            )
+
+    def _share(self, group: Group, trainee: Trainee, stack: contextlib.ExitStack) -> None:
+        """Torch's wrapper is taken as it is, for a lone worker too: as a strategy it has hooks of ours."""
+        config = self._config
+        if config.is_ddp:
+            from torch import distributed
+
+            from shoal.strategies.ddp import open_process_group, wrap
+            from shoal.strategies.options import DDPOptions
+
+            open_process_group(group, trainee.device, stack)
+            self._check_backend(distributed.get_backend())
+            options = msgspec.convert(config.options, DDPOptions)
+            trainee.model = wrap(trainee.model, options, should_start_equal=True)
+        else:
+            strategy = make_contender(group, config.strategy, config.options)
+            stack.enter_context(strategy.attach(trainee.model, trainee.optimizer, stays=True))
+
+
+def iteration_s(trainee: Trainee) -> float:
+    """The seconds of one iteration: forward, loss, backward and the optimizer's step, all done."""
+    trainee.optimizer.zero_grad()
+    return trainee.seconds_of(trainee.learn)
+
+
+# --- results ---
+
+
+def encode_ddp(report: Report) -> bytes:
+    """PyTorch's own JSON of this run."""
+    return msgspec.json.encode(to_document(report)) + b"\n"
+
+
+def summarize_ddp(report: Report) -> dict[str, Any]:
+    """The RESULT line: percentiles of each stage by model, and the headline."""
+    models: dict[str, Any] = {}
+    for row in _measured_rows(report, SECONDS):
+        batch_size = int(row.key["batch_size"])
+        figures = dict(zip((f"p{q}" for q in PERCENTILES), percentiles(row.samples), strict=True))
+        models.setdefault(str(row.key["model"]), {})[str(row.key["label"])] = {
+            "num_ranks": row.key["num_ranks"],
+            "sec_per_iter": {name: round(value, 6) for name, value in figures.items()},
+            "examples_per_s_per_worker": round(batch_size / figures["p50"], 1),
+        }
+    result: dict[str, Any] = {
+        "headline": [_headline(model, stages, report) for model, stages in models.items()],
+        "device": report.config.get("device", "cpu"),
+        "image_size": report.config.get("image_size"),
+        "models": models,
+    }
+    skews = {
+        f"{row.key['model']} {row.key['label']}": round(statistics.median(row.samples), 4)
+        for row in _measured_rows(report, SKEW)
+    }
+    if skews:
+        result["slowest_over_fastest"] = skews
+    return {**result, "failed": len(report.failed)} if report.failed else result
+
+
+def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
+    label, last = list(stages.items())[-1]
+    seconds = last["sec_per_iter"]["p50"]
+    workers = workers_text(last["num_ranks"])
+    text = f"{model} takes {seconds:.3f} s an iteration on {workers} ({label})"
+    if ALONE in stages and label != ALONE:
+        share = 100 * stages[ALONE]["sec_per_iter"]["p50"] / seconds
+        text += f": each worker at {share:.0f} % of the speed of one without {report.config['strategy']}"
+    return f"{text}."
+
+
+def ddp_items(report: Report) -> Items:
+    """The header, then a table for each model, with what is wrong with it under it."""
+    items: Items = [*header_lines(report), ""]
+    for row in _measured_rows(report, ALIKE):
+        if min(row.samples) < 1:
+            text = f"Warning: {row.key['host']} differs from the first machine: {row.key['differs_in']}."
+            items += [(text, "yellow"), ""]
+    tables: dict[tuple[Any, Any], list[Row]] = {}
+    for row in report.rows:
+        if row.metric == SECONDS:
+            tables.setdefault((row.key["model"], row.key["batch_size"]), []).append(row)
+    for (model, batch_size), rows in tables.items():
+        items += [(f"Benchmark: {model} with batch size {batch_size}", "bold"), ""]
+        items += list(table_lines([row for row in rows if row.starts]))
+        items.append("")
+        for row in rows:
+            if row.error is not None:
+                items.append((f"{row.key['label']} failed: {row.error}", "red"))
+        items += _skew_lines(report, model)
+    for row in report.failed:
+        if row.metric != SECONDS:
+            items.append((f"failed: {' '.join(str(row.error).split())}", "red"))
+    return items
+
+
+def header_lines(report: Report) -> Iterator[str]:
+    """Versions, what was measured with, and how the machines are built."""
+    config, environment = report.config, report.environment
+    versions = environment.get("versions", {})
+    num_others = len(_measured_rows(report, ALIKE))
+    yield from ("-" * len(_TITLE), _TITLE, "-" * len(_TITLE), "")
+    yield f"* Shoal version: {report.code}"
+    yield f"* PyTorch version: {versions.get('torch', 'unknown')}"
+    yield f"* CUDA version: {versions.get('cuda')}"
+    yield f"* Distributed backend: {config['distributed_backend']}"
+    if config["bucket_size"] is not None:
+        yield f"* Maximum bucket size: {config['bucket_size']}MB"
+    yield f"* Strategy: {config['strategy']}"
+    yield f"* Image size: {config['image_size']}x{config['image_size']}"
+    counts = f"{config['num_warmup']} to warm up, {config['num_iters']} measured"
+    num_starts = len(report.seeds)
+    yield f"* Iterations: {counts}" + (f", in each of {num_starts} starts" if num_starts > 1 else "")
+    yield f"* Device: {environment.get('processor' if config['device'] == 'cpu' else 'device')}"
+    yield f"* Machine: {environment.get('machine')}" + (f", and {num_others} more" if num_others else "")
+    topology = _ESCAPES.sub("", str(environment.get("topology", "")))
+    if topology:
+        name = "nvidia-smi topo -m" if "GPU0" in topology else "lscpu"
+        yield from ("", f"--- {name} ---", "")
+        yield from (line.expandtabs().rstrip() for line in topology.splitlines())
+        yield from ("", "-" * (len(name) + 8))
+    if config["device"] == "cpu":
+        yield from ("", "On the CPU: what the table counts as a GPU is a worker of one thread.")
+        cores, num_workers = environment.get("cores"), config["num_workers"]
+        if not num_others and isinstance(cores, int) and num_workers > cores:
+            yield f"{num_workers} workers share {cores} cores, and their figures say so."
+
+
+def table_lines(rows: list[Row]) -> Iterator[str]:
+    """The document's table, of rows of one model; ex/sec is that of one worker."""
+    yield f"{'':22}" + f"{'sec/iter':>14}{'ex/sec':>10}" * len(PERCENTILES)
+    for row in rows:
+        line = f"{row.key['num_ranks']:>4} GPUs -- {row.key['label']:>8}:"
+        for q, seconds in zip(PERCENTILES, percentiles(row.samples), strict=True):
+            line += f"  p{q:02d}:  {seconds:1.3f}s  {int(int(row.key['batch_size']) / seconds):6d}/s"
+        yield line
+
+
+def _skew_lines(report: Report, model: object) -> Items:
+    """One for each stage in which ranks were not equally fast."""
+    items: Items = []
+    num_iters = int(report.config["num_iters"])
+    seconds = {row.key["label"]: row for row in _measured_rows(report, SECONDS) if row.key["model"] == model}
+    for row in _measured_rows(report, SKEW):
+        if row.key["model"] == model and (factor := statistics.median(row.samples)) >= NOTABLE_SKEW:
+            label = row.key["label"]
+            slowest = slowest_rank(seconds[label], num_iters)
+            items.append(
+                f"{label}: in the median iteration the slowest rank takes {factor:.2f} times as long as the "
+                f"fastest; rank {slowest} is the slowest on the whole."
+            )
+    return [*items, ""] if items else []
+
+
+def slowest_rank(row: Row, num_iters: int) -> int:
+    """By the median of its iterations; a start holds those of one rank after another."""
+    times_s: dict[int, list[float]] = {}
+    for start in row.starts:
+        for index, time_s in enumerate(start):
+            times_s.setdefault(index // num_iters, []).append(time_s)
+    return max(times_s, key=lambda rank: statistics.median(times_s[rank]))
+
+
+def _measured_rows(report: Report, metric: str) -> list[Row]:
+    return [row for row in report.rows if row.metric == metric and row.starts]

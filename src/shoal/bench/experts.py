@@ -1,32 +1,302 @@
 """`shoal bench experts`: one server process, many clients in others, loopback TCP between them.
 
-The parts: `experts_config` is what it is told, `experts_server` and `experts_clients` are the processes,
-`experts_fleet` orders clients about, `experts_summary` says what came of it. In one run the same clients send
-the same bytes to a bare echo and to experts, and the server tells how fast its experts are alone. Those two
-are measured before the experts are asked and again after: a machine that changes its speed meets all of them.
+In one run the same clients send the same bytes to a bare echo and to experts, and the server tells how fast
+its experts are alone. Those two are measured before the experts are asked and again after: a machine that
+changes its speed meets all of them. The processes themselves are `experts_workers`, which imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
+import selectors
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.children import Child, child
-from shoal.bench.experts_config import ExpertsConfig
-from shoal.bench.experts_fleet import ClientFleet
-from shoal.bench.experts_tally import Tally
 from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.workers import Child, child, children
+from shoal.core import BenchmarkError, UsageError
+from shoal.core.placement import num_cores
+from shoal.core.run_options import flag
+from shoal.doctor.machine import default_device, ensure_open_files, torch_build
+from shoal.report import Report
+from shoal.report.statistics import percentiles
+from shoal.report.views import Items, title_line
+
+# --- presets and flags ---
+
+HOST = "127.0.0.1"
+ECHO = "bench.echo"
+"""The method that sends back what it is sent."""
+MAX_LOOPS = 8
+"""Network loop threads that a preset asks for at most: beyond it they take the cores from each other."""
+PROCESSES_A_CORE = 4
+_BATCHES_AT_ONCE = 4  # that the server computes together, where neither preset nor flag says how many samples
+_FILES_A_CLIENT = 5  # a connection, and the loop of a thread
+_PRESETS = "the preset's"
+_OTHER_FILES = 256  # CUDA's own are about a hundred
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the document's table."""
+
+    num_experts: int = 16
+    num_clients: int = 128
+    batch_size: int = 2048
+    max_batch_size: int | None = None
+    """None: four batches."""
+    num_handlers: int | None = None
+    """None: half as many as clients."""
+    backward: bool = True
+    expert_class: str = "ffn"
+    should_raise_file_limit: bool = False
+
+
+_SMALL = Preset(num_experts=1, num_clients=512, batch_size=1, max_batch_size=8192)
+PRESETS: dict[str, Preset] = {
+    "default": Preset(),
+    "ffn_forward_backward": Preset(),
+    "ffn_forward": Preset(backward=False),
+    "ffn_small_batch": Preset(num_experts=4, batch_size=32, max_batch_size=8192, backward=False),
+    "ffn_small_batch_512clients": _SMALL,
+    "ffn_small_batch_512clients_32handlers": msgspec.structs.replace(_SMALL, num_handlers=32),
+    "ffn_massive": Preset(
+        num_clients=512, batch_size=512, max_batch_size=8192, backward=False, should_raise_file_limit=True
+    ),
+    "minimalistic": Preset(num_experts=1, num_clients=1, num_handlers=1),
+    "nop": Preset(backward=False, expert_class="nop"),
+}
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server, its clients, and what they ask for."""
+
+    preset: str = "default"
+    num_experts: int
+    num_clients: int
+    client_processes: int
+    """That the clients are spread over, each with a connection and a thread of its own."""
+    num_batches_per_client: int = 16
+    batch_size: int
+    max_batch_size: int
+    """Samples that the server computes at once."""
+    num_handlers: int
+    """Network loop threads of the server."""
+    hidden_dim: int = 1024
+    expert_class: str
+    backward: bool
+    """Whether each batch that went forward goes backward too, and teaches its expert."""
+    device: str
+    precision: str = "fp32"
+
+    @property
+    def num_samples(self) -> int:
+        """That all clients send."""
+        return self.num_clients * self.num_batches_per_client * self.batch_size
+
+    @property
+    def num_calls(self) -> int:
+        """That all clients make, forward and backward apart."""
+        return self.num_clients * self.num_batches_per_client * (2 if self.backward else 1)
+
+    @property
+    def num_files(self) -> int:
+        """Descriptors that one process may need."""
+        clients_a_process = -(-self.num_clients // self.client_processes)
+        return max(2 * self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
+
+    def __post_init__(self) -> None:
+        check_batches(self.batch_size, self.max_batch_size)
+        check_clients(self.num_clients, self.client_processes, "one client")
+
+
+class ExpertsFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench experts`; what is not given is the preset's."""
+
+    preset: Annotated[
+        str,
+        flag(
+            "default (also ffn_forward_backward), ffn_forward, ffn_small_batch, ffn_small_batch_512clients, "
+            "ffn_small_batch_512clients_32handlers, ffn_massive, minimalistic or nop.",
+            metavar="NAME",
+        ),
+    ] = "default"
+    num_experts: Annotated[int | None, flag("That the server serves.", ge=1, shown=_PRESETS)] = None
+    num_clients: Annotated[
+        int | None, flag("Each with a connection and a thread of its own.", ge=1, shown=_PRESETS)
+    ] = None
+    client_processes: Annotated[
+        int | None,
+        flag("That clients are spread over.", ge=1, shown="4 for each core, or the clients"),
+    ] = None
+    num_batches_per_client: Annotated[int | None, flag("One after another.", ge=1, shown="16")] = None
+    batch_size: Annotated[int | None, flag("Samples of a client's call.", ge=1, shown=_PRESETS)] = None
+    max_batch_size: Annotated[
+        int | None,
+        flag("Samples that the server computes at once.", ge=1, shown=f"{_PRESETS}; 4 times --batch-size"),
+    ] = None
+    hidden_dim: Annotated[int | None, flag("Of a sample.", ge=1, shown="1024")] = None
+    expert_class: Annotated[
+        str | None,
+        flag("ffn, transformer, nop, …, or package.module:factory.", metavar="NAME", shown=_PRESETS),
+    ] = None
+    backward: Annotated[
+        bool | None, flag("Train, or only ask.", "--backward/--no-backward", shown=_PRESETS)
+    ] = None
+    num_handlers: Annotated[
+        int | None,
+        flag("Network loop threads of the server.", ge=1, shown=f"{_PRESETS}, at most 8 and half the cores"),
+    ] = None
+    device: Annotated[
+        str | None, flag("Of the server: cpu, cuda, cuda:1.", shown="cuda where there is one")
+    ] = None
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16"] | None, flag("That the server computes in.", shown="fp32")
+    ] = None
+    increase_file_limit: Annotated[
+        bool, flag("Allow as many open sockets as clients need; ffn_massive does so anyway.")
+    ] = False
+
+
+def check_batches(batch_size: int, max_batch_size: int) -> None:
+    """UsageError for those that no server takes."""
+    if max_batch_size < batch_size:
+        raise UsageError(
+            f"No server that computes {max_batch_size} samples at once takes a batch of {batch_size}.",
+            next_step=f"give --max-batch-size {batch_size} or more.",
+        )
+
+
+def check_clients(num_clients: int, num_processes: int, one: str) -> None:
+    """UsageError for processes that have none; `one` says how a client is asked for."""
+    if not 1 <= num_processes <= num_clients:
+        raise UsageError(
+            f"{num_clients} clients cannot be spread over {num_processes} processes.",
+            next_step=f"give at least {one} for each of --client-processes.",
+        )
+
+
+def preset_named(name: str) -> Preset:
+    """UsageError, with the nearest name, where there is no such preset; hyphens are underscores."""
+    preset = PRESETS.get(name.replace("-", "_"))
+    if preset is None:
+        near = difflib.get_close_matches(name.replace("-", "_"), PRESETS, 1)
+        raise UsageError(
+            f"There is no preset '{name}'.",
+            next_step=f"did you mean --preset {near[0]}?" if near else f"give one of {', '.join(PRESETS)}.",
+        )
+    return preset
+
+
+def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
+    """A preset with the flags that were given on a command line, by name, in place of its own numbers.
+
+    `--num-handlers` counts as it is given; a preset's number is a bound beside the cores.
+    """
+    preset = preset_named(name)
+    fields = [field for field in ExpertsConfig.__struct_fields__ if field != "preset"]
+    told = {field: given[field] for field in fields if given.get(field) is not None}
+    num_clients = told.get("num_clients", preset.num_clients)
+    batch_size = told.get("batch_size", preset.batch_size)
+    num_handlers = preset.num_handlers or max(1, num_clients // 2)
+    defaults = {
+        "num_experts": preset.num_experts,
+        "num_clients": num_clients,
+        "client_processes": min(num_clients, PROCESSES_A_CORE * num_cores()),
+        "batch_size": batch_size,
+        "max_batch_size": max(batch_size, preset.max_batch_size or _BATCHES_AT_ONCE * batch_size),
+        "num_handlers": min(num_handlers, MAX_LOOPS, max(1, num_cores() // 2)),
+        "expert_class": preset.expert_class,
+        "backward": preset.backward,
+    }
+    told["device"] = _checked(told["device"]) if "device" in told else default_device()
+    return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
+
+
+def _checked(device: str) -> str:
+    """UsageError for one that cannot be here, before processes are started."""
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"Experts cannot be served on {device!r}.", next_step="use cpu, cuda, or cuda:1.")
+    if kind == "cuda" and not torch_build().startswith("CUDA"):
+        raise UsageError(
+            f"There is no GPU for --device {device}.",
+            cause="torch is a build without CUDA.",
+            next_step="use --device cpu, or see what `shoal doctor` says.",
+        )
+    return device
+
+
+def ensure_files(config: ExpertsConfig, *, should_raise: bool) -> str | None:
+    """See that all processes may open what they need; what was changed, in words. UsageError otherwise."""
+    try:
+        return ensure_open_files(config.num_files, should_raise=should_raise)
+    except UsageError as error:
+        raise UsageError(
+            error.what,
+            cause="every client has a connection of its own, and the server holds them all.",
+            next_step=f"{'use fewer --num-clients' if should_raise else 'add --increase-file-limit'}, or run "
+            f"`ulimit -n {config.num_files}` first.",
+        ) from error
+
+
+# --- what clients count ---
+
+_MAX_TEXT = 300
+
+
+class Tally(msgspec.Struct):
+    """What clients have done in a phase; moments are on the clock that all processes of a machine share."""
+
+    num_samples: int = 0
+    """Of batches that went all the way."""
+    forward_us: list[int] = []
+    """How long each call took that was answered."""
+    backward_us: list[int] = []
+    failures: dict[str, int] = {}
+    """Calls that failed, by the name of the error."""
+    first_failure: str = ""
+    """What one of them said."""
+    ended_s: float = 0.0
+
+    @property
+    def num_failed(self) -> int:
+        """How many calls failed, whatever the error."""
+        return sum(self.failures.values())
+
+    def add(self, other: Tally) -> None:
+        """What others have done in the same phase."""
+        self.num_samples += other.num_samples
+        self.forward_us += other.forward_us
+        self.backward_us += other.backward_us
+        for name, count in other.failures.items():
+            self.fail(name, count, other.first_failure)
+        self.ended_s = max(self.ended_s, other.ended_s)
+
+    def fail(self, name: str, count: int = 1, text: str = "") -> None:
+        """Some calls have failed."""
+        self.failures[name] = self.failures.get(name, 0) + count
+        self.first_failure = self.first_failure or text
+
+    def note(self, error: Exception) -> None:
+        """A call has failed, whatever the error is: it counts under its name."""
+        self.fail(type(error).__name__, text=" ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT])
+
+
+# --- one start ---
 
 
 @dataclass
-class Outcome:
+class ExpertsOutcome:
     """What one run found out."""
 
     launch_s: float
@@ -115,14 +385,14 @@ class ExpertsScenario:
         config = self._config
         tell(f"starting a server of {_counted(config.num_experts, 'expert')}")
         arguments = {"config": msgspec.to_builtins(config), "seed": self._seed}
-        with child("shoal.bench.experts_server:host", arguments, name="The server") as server:
+        with child("shoal.bench.experts_workers:host", arguments, name="The server") as server:
             ready = server.expect()
             launch_s = time.perf_counter() - began_s
-            outcome = Outcome(launch_s, ready["experts_s"], ready["networking_s"])
+            outcome = ExpertsOutcome(launch_s, ready["experts_s"], ready["networking_s"])
             self._measure(server, ready, outcome, tell)
         yield from outcome.rows(config, time.perf_counter() - began_s)
 
-    def _measure(self, server: Child, ready: Mapping[str, Any], outcome: Outcome, tell: Tell) -> None:
+    def _measure(self, server: Child, ready: Mapping[str, Any], outcome: ExpertsOutcome, tell: Tell) -> None:
         config = self._config
 
         def look() -> None:
@@ -146,7 +416,7 @@ class ExpertsScenario:
             outcome.local_samples_per_s.append(_asked(server, "local"))
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
-    def _echo(self, fleet: ClientFleet, outcome: Outcome, tell: Tell) -> None:
+    def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
         tell(f"bare echoes, {_counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
@@ -183,3 +453,269 @@ def _ratio(above: float, below: float) -> float:
 
 
 _MORE_IS_BETTER = ("samples_per_s", "echo_samples_per_s", "local_samples_per_s", "num_samples")
+
+
+# --- client processes ---
+
+_TICK_S = 0.1
+_ANSWER_S = 600.0
+_CALL_S = 2.0  # more of patience for each batch: calls have deadlines, so that only a bug takes longer
+_ATTEND = "shoal.bench.experts_workers:attend"
+LOST = "LostClient"
+"""What calls count as whose client died before it could tell of them."""
+
+
+class ClientFleet:
+    """All clients, spread over processes that are started at once; a context manager."""
+
+    def __init__(self, config: ExpertsConfig, seed: int, server: Mapping[str, Any]) -> None:
+        self._config = config
+        self._arguments = {
+            "config": msgspec.to_builtins(config),
+            "seed": seed,
+            "port": server["port"],
+            "uids": server["uids"],
+        }
+        self._sizes: dict[Child, int] = {}
+        """Clients of each process that has not been lost."""
+        self._stack = contextlib.ExitStack()
+        self.num_lost = 0
+        """Clients whose process died or hung."""
+        self.complaint = ""
+        """Why the last of them was lost."""
+
+    def __enter__(self) -> Self:
+        num_clients, num_processes = self._config.num_clients, self._config.client_processes
+        numbers = [list(range(rank, num_clients, num_processes)) for rank in range(num_processes)]
+        started = children(
+            _ATTEND,
+            [{**self._arguments, "numbers": own} for own in numbers],
+            name="Client process",
+            variables={"OMP_NUM_THREADS": "1"},
+        )
+        processes = self._stack.enter_context(started)
+        self._sizes = {process: len(own) for process, own in zip(processes, numbers, strict=True)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def connect(self) -> None:
+        """Wait until every client has its connection."""
+        self._ask("connect")
+
+    def phase(self, order: str, on_tick: Callable[[], None] | None = None) -> tuple[Tally, float]:
+        """Have all clients do something at once; what came of it, and seconds until the last was done."""
+        began_s = time.monotonic()
+        answers = self._ask(order, on_tick)
+        total = Tally()
+        for answer in answers:
+            total.add(msgspec.convert(answer, Tally))
+        if self.num_lost:
+            num_calls = self._config.num_calls // self._config.num_clients
+            total.fail(LOST, self.num_lost * num_calls)
+        return total, total.ended_s - began_s
+
+    def _ask(self, order: str, on_tick: Callable[[], None] | None = None) -> list[Any]:
+        for process in self._sizes:
+            process.order(order=order, details={})
+        answers = []
+        patience_s = _ANSWER_S + _CALL_S * self._config.num_batches_per_client
+        until_s = time.monotonic() + patience_s
+        with selectors.DefaultSelector() as selector:
+            for process in self._sizes:
+                selector.register(process, selectors.EVENT_READ, process)
+            while selector.get_map():
+                for key, _ in selector.select(_TICK_S):
+                    selector.unregister(key.fileobj)
+                    try:
+                        answers.append(key.data.expect()["answer"])
+                    except BenchmarkError as error:
+                        self._lose(key.data, error)
+                if on_tick is not None:
+                    on_tick()
+                if time.monotonic() > until_s:
+                    for key in list(selector.get_map().values()):
+                        selector.unregister(key.fileobj)
+                        self._lose(key.data, _stuck(order, patience_s))
+        return answers
+
+    def _lose(self, process: Child, error: BenchmarkError) -> None:
+        """Go on without these clients; BenchmarkError when nobody is left."""
+        process.kill()
+        self.num_lost += self._sizes.pop(process)
+        self.complaint = " ".join(error.what.split())
+        if not self._sizes:
+            raise error
+
+
+def _stuck(order: str, patience_s: float) -> BenchmarkError:
+    return BenchmarkError(
+        f"A client process did not answer '{order}' within {patience_s:g} s.",
+        cause="the machine is overloaded, or out of memory.",
+        next_step="run it with fewer clients, or smaller batches.",
+    )
+
+
+# --- what it prints ---
+
+MIB, GB = 1 << 20, 1e9
+_PERCENTILES = (50, 95)
+Start = dict[str, list[float]]
+"""Samples of one process start, by metric."""
+
+
+def summarize_experts(report: Report) -> dict[str, Any]:
+    """The RESULT line: medians over all starts.
+
+    `p50_ms` and `p95_ms` are of single forward calls, those with `backward_` of single backward calls.
+    """
+    config = msgspec.convert(report.config, ExpertsConfig)
+    starts = _starts(report)
+    result: dict[str, Any] = {"status": _status(report), **msgspec.to_builtins(config)}
+    if starts:
+        each = [_figures(start) for start in starts]
+        names = dict.fromkeys(name for figures in each for name in figures)
+        for name in names:
+            values = [figures[name] for figures in each if name in figures]
+            result[name] = _rounded(statistics.median(values))
+        if failures := _failures(report):
+            result["failures"] = failures
+    failed = len(report.failed)
+    return {**result, "failed": failed} if failed else result
+
+
+def experts_items(report: Report) -> Items:
+    """The lines of each start, and what failed in any of them."""
+    items: Items = [title_line(report), ""]
+    config = msgspec.convert(report.config, ExpertsConfig)
+    items += [f"Status: {_status(report)}", *_parameter_lines(config)]
+    starts = _starts(report)
+    for number, start in enumerate(starts, 1):
+        if len(starts) > 1:
+            items += ["", f"Start {number} of {len(starts)}"]
+        items += list(_lines(start, config, str(report.environment.get("device", ""))))
+    items.append("")
+    items += [(f"failed: {_first_words(row.error or '')}", "red") for row in report.failed]
+    if report.failed and starts:
+        items.append(("Warning: calls failed; times and rates end with the calls that did not.", "red"))
+    return items
+
+
+def _starts(report: Report) -> list[Start]:
+    """Rows that only some starts have (calls that all failed have no latency) are left out."""
+    rows = {row.metric: row.starts for row in report.rows if row.starts and "reason" not in row.key}
+    num_starts = len(rows.get("samples_per_s", ()))
+    return [
+        {metric: starts[number] for metric, starts in rows.items() if len(starts) == num_starts}
+        for number in range(num_starts)
+    ]
+
+
+def _status(report: Report) -> str:
+    return "Failure" if report.failed else "Success"
+
+
+def _first_words(error: str) -> str:
+    """Without the traceback that may follow: it was shown when it happened, and the report has it."""
+    return " ".join(error.partition("Traceback (most recent call last)")[0].split()).removesuffix(
+        " Likely cause:"
+    )
+
+
+def _failures(report: Report) -> dict[str, int]:
+    """Calls that failed, by the name of the error."""
+    return {str(row.key["reason"]): int(sum(row.samples)) for row in report.rows if row.metric == "failures"}
+
+
+# --- figures ---
+
+
+def _figures(start: Start) -> dict[str, float]:
+    """Of one start."""
+    figures = {
+        "samples_per_s": start["samples_per_s"][0],
+        "echo_samples_per_s": statistics.fmean(start["echo_samples_per_s"]),
+        "local_samples_per_s": statistics.fmean(start["local_samples_per_s"]),
+        "startup_s": start["startup_experts"][0] + start["startup_networking"][0],
+        "startup_experts_s": start["startup_experts"][0],
+        "startup_networking_s": start["startup_networking"][0],
+        "launch_s": start["launch"][0],
+        "num_samples": start["num_samples"][0],
+        "seconds": start["asked"][0],
+        "failed_calls": start["failed_calls"][0],
+        "failed_echoes": start["failed_echoes"][0],
+        "lost_clients": start["lost_clients"][0],
+    }
+    for kind, prefix in (("forward", ""), ("backward", "backward_")):
+        latencies_s = start.get(f"{kind}_latency", [])
+        if latencies_s:
+            for q, value_s in zip(_PERCENTILES, percentiles(latencies_s, _PERCENTILES), strict=True):
+                figures[f"{prefix}p{q}_ms"] = 1e3 * value_s
+    figures["server_processes"] = start["server_processes"][0]
+    if rss_bytes := start.get("server_rss"):
+        figures["server_rss_before_mib"] = rss_bytes[0] / MIB
+        figures["server_rss_half_mib"] = rss_bytes[len(rss_bytes) // 2] / MIB
+        figures["server_rss_mib"] = rss_bytes[-1] / MIB
+    for name in ("allocated", "reserved"):
+        if f"gpu_{name}" in start:
+            figures[f"gpu_{name}_mib"] = start[f"gpu_{name}"][0] / MIB
+    figures["total_s"] = start["total"][0]
+    return figures
+
+
+# --- lines ---
+
+
+def _parameter_lines(config: ExpertsConfig) -> Iterator[str]:
+    server = (
+        "num_experts",
+        "expert_class",
+        "hidden_dim",
+        "max_batch_size",
+        "num_handlers",
+        "device",
+        "precision",
+    )
+    clients = ("num_clients", "client_processes", "num_batches_per_client", "batch_size", "backward")
+    for title, names in (("Server", server), ("Clients", clients)):
+        yield f"{title}: " + ", ".join(f"{name}={getattr(config, name)}" for name in names)
+
+
+def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
+    figures = _figures(start)
+    yield (
+        f"Server start-up: {figures['startup_s']:.3f} s ({figures['startup_experts_s']:.3f} s experts + "
+        f"{figures['startup_networking_s']:.3f} s networking)"
+    )
+    yield f"Processed {figures['num_samples']:,.0f} examples in {figures['seconds']:.3f} s"
+    passes = "forward + backward" if config.backward else "forward"
+    yield f"Throughput, {passes}: {figures['samples_per_s']:,.0f} samples/s"
+    yield (
+        f"Beside it: a bare echo of the same frames {figures['echo_samples_per_s']:,.0f} samples/s, the "
+        f"module alone {figures['local_samples_per_s']:,.0f} samples/s"
+    )
+    for kind, prefix in (("forward", ""), ("backward", "backward_")):
+        if f"{prefix}p50_ms" in figures:
+            some = ", ".join(f"p{q} {figures[f'{prefix}p{q}_ms']:.4g}" for q in _PERCENTILES)
+            yield f"Latency of a {kind} call (ms): {some}"
+    yield f"Failed calls: {figures['failed_calls']:,.0f} of {config.num_calls:,}"
+    yield f"Total time: {figures['total_s']:.3f} s"
+    yield _device_line(figures, config, device)
+    if "server_rss_mib" in figures:
+        before, half, after = (figures[f"server_rss_{when}mib"] for when in ("before_", "half_", ""))
+        yield f"Server memory (RSS, MiB): {before:.1f} before, {half:.1f} half-way, {after:.1f} after"
+
+
+def _device_line(figures: dict[str, float], config: ExpertsConfig, device: str) -> str:
+    line = f"Device: {config.device}" + (f" ({device})" if device not in ("", config.device) else "")
+    if "gpu_allocated_mib" in figures:
+        allocated, reserved = (figures[f"gpu_{name}_mib"] * MIB / GB for name in ("allocated", "reserved"))
+        line += f", {allocated:.3f} GB allocated, {reserved:.3f} GB reserved"
+    return line
+
+
+def _rounded(value: float) -> float | int:
+    return int(value) if value == int(value) else float(f"{value:.4g}")

@@ -2,29 +2,42 @@
 
 A scenario measures; it runs in a fresh process for every start, because what differs from start to start
 (memory layout, where the scheduler put things) is most of the noise, and iterations inside one start do not
-show it.
+show it. `run_benchmark` measures this version of the code, or another one beside it (`source_of`);
+`show_progress` is for the person who waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib
+import re
 import secrets
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from shoal.bench.children import Parent, child, end_with_parent
+import shoal
 from shoal.bench.contenders import without_defaults
-from shoal.bench.environment import Watch, describe_code, describe_machine
+from shoal.bench.workers import Parent, child, end_with_parent
 from shoal.core import BenchmarkError, UsageError
-from shoal.report import Curve, Report, Row
+from shoal.core.run_options import flag
+from shoal.core.untrusted import visible
+from shoal.doctor.machine import Watch, describe_code, describe_machine
+from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
+from shoal.report.tables import emit
 
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
+Direction = Literal["higher", "lower"]
+Metrics = Mapping[str, tuple[str, Direction]]
+"""By metric: its unit, and what is better."""
 Receive = Callable[[dict[str, Any]], None]
 """Takes what a start tells: `progress`, `row`, `curve`, or what the `machine` was that it ran on."""
 
@@ -35,9 +48,23 @@ class Measured(msgspec.Struct, kw_only=True):
     key: RowKey
     metric: str
     unit: str
-    direction: Literal["higher", "lower"]
+    direction: Direction
     samples: list[float] = msgspec.field(default_factory=list)
     error: str | None = None
+
+
+def measured(
+    metrics: Metrics,
+    metric: str,
+    key: Mapping[str, Any],
+    samples: Sequence[float] = (),
+    error: str | None = None,
+) -> Measured:
+    """A row of one of `metrics`: its samples, or why there are none."""
+    unit, direction = metrics[metric]
+    return Measured(
+        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
+    )
 
 
 class MeasuredCurve(msgspec.Struct, kw_only=True):
@@ -46,7 +73,7 @@ class MeasuredCurve(msgspec.Struct, kw_only=True):
     key: RowKey
     metric: str
     unit: str
-    direction: Literal["higher", "lower"]
+    direction: Direction
     points: dict[str, list[float]]
     """`value`, and the axes: of one length."""
 
@@ -64,8 +91,8 @@ class Noted(msgspec.Struct, kw_only=True):
 class Scenario(Protocol):
     """One thing that a benchmark measures.
 
-    One whose workers a launcher may have started opens them by its attribute `open_crew`, an `OpenCrew`,
-    which is `crew.Crew` unless one has.
+    One whose workers a launcher may have started opens them by its attribute `open_workers`, an
+    `OpenWorkers`, which is `LocalWorkers` unless one has.
     """
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
@@ -86,6 +113,24 @@ class RunSettings(msgspec.Struct, frozen=True):
             raise UsageError(
                 f"--starts {self.num_starts} measures nothing.", next_step="give 1 or more; 5 to compare."
             )
+
+
+class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of every benchmark: how often it is started, beside what, and where its results go."""
+
+    starts: Annotated[int, flag("Independent process starts; 5 or more to compare.")] = 1
+    seed: Annotated[int, flag("Of the first start; each further one adds 1.")] = 0
+    short: Annotated[bool, flag("Quickly: a first look, not figures to keep.")] = False
+    against: Annotated[
+        str | None, flag("A git revision or checkout to take turns with and compare to.", metavar="REF")
+    ] = None
+    report: Annotated[
+        Path | None,
+        flag(f"Where to save; by default under {DEFAULT_FOLDER}/.", "--report", metavar="FILE"),
+    ] = None
+    json_file: Annotated[
+        Path | None, flag("Write the report's JSON there too; - is stdout.", "--json", metavar="FILE")
+    ] = None
 
 
 SCENARIOS: dict[str, str] = {
@@ -302,3 +347,103 @@ def _name(told: Measured | MeasuredCurve) -> str:
 
 def _row(measured: Measured, **fields: Any) -> Row:
     return Row(metric=measured.metric, unit=measured.unit, direction=measured.direction, **fields)
+
+
+# --- another version of the code ---
+
+
+@contextlib.contextmanager
+def source_of(reference: str) -> Iterator[Path]:
+    """The folder that holds the package of `reference`, which is a checkout's folder or a git revision."""
+    folder = Path(reference)
+    if folder.is_dir():
+        for source in (folder / "src", folder):
+            if (source / "shoal" / "__init__.py").is_file():
+                yield source.resolve()
+                return
+        raise UsageError(
+            f"{folder} holds no Shoal.", next_step="give the folder of a checkout, or a git revision."
+        )
+    repository = Path(shoal.__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory(prefix="shoal-against-") as temporary:
+        checkout = Path(temporary) / "checkout"
+        _git(
+            repository,
+            "worktree",
+            "add",
+            "--detach",
+            "--quiet",
+            str(checkout),
+            reference,
+            reference=reference,
+        )
+        try:
+            yield checkout / "src"
+        finally:
+            _git(repository, "worktree", "remove", "--force", str(checkout), reference=reference)
+
+
+def _git(repository: Path, *arguments: str, reference: str) -> None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            "git is not installed.", next_step="install it, or give --against the folder of another checkout."
+        ) from None
+    if done.returncode:
+        raise UsageError(
+            f"The revision {reference!r} cannot be checked out: {done.stderr.strip()}.",
+            cause="Shoal does not run from a git checkout, or the revision is not in it.",
+            next_step="give a commit, tag or branch of this repository, or the folder of another checkout.",
+        )
+
+
+# --- progress ---
+
+_COUNTED = re.compile(r"^(.*): (\d+) of ([1-9]\d*)$")
+"""A text that ends in a count, `peers created: 40 of 1024`: a bar on a terminal; elsewhere every tenth part
+of it is a line."""
+_WIDTH = 30
+
+
+@contextlib.contextmanager
+def show_progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows a line on stderr; stdout is for data."""
+    if not sys.stderr.isatty():
+        is_news = _News()
+        yield lambda text: emit(f"{title}: {text}", sys.stderr) if is_news(text) else None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(title) as status:
+        yield lambda text: status.update(Text(visible(f"{title}: {with_bar(text)}")))
+
+
+def with_bar(text: str) -> str:
+    """The text with a count at its end drawn as a bar; any other as it is."""
+    counted = _COUNTED.match(text)
+    if counted is None:
+        return text
+    what, done, total = counted[1], int(counted[2]), int(counted[3])
+    filled = _WIDTH * min(done, total) // total
+    return f"{what} {'━' * filled}{'╌' * (_WIDTH - filled)} {done}/{total}"
+
+
+class _News:
+    """Whether a text says something new: of a count, when another tenth of it is done."""
+
+    def __init__(self) -> None:
+        self._tenths: dict[str, int] = {}
+
+    def __call__(self, text: str) -> bool:
+        counted = _COUNTED.match(text)
+        if counted is None:
+            return True
+        tenth = 10 * int(counted[2]) // int(counted[3])
+        if self._tenths.get(counted[1]) == tenth:
+            return False
+        self._tenths[counted[1]] = tenth
+        return tenth > 0

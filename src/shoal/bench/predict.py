@@ -2,43 +2,42 @@
 
 Compute times come from the workers that share nothing ('none'). Links are assumed, or a profile's; what the
 model cannot know is calibrated by the few workers that were measured. Under a profile the model is held
-against the measured iterations too, with nothing fitted. How it is shown is `forecast`'s.
+against the measured iterations too, with nothing fitted.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.calibration import fit
 from shoal.bench.contenders import NONE
-from shoal.bench.cost_model import Link, Method, Network, Terms, Work, iteration_s
-from shoal.bench.forecast import (
-    Check,
-    Fitted,
-    Forecast,
-    Lane,
-    Point,
-    Where,
-    forecast_curves,
-    forecast_items,
-    forecast_result,
+from shoal.bench.cost_model import (
+    Method,
+    ModelLink,
+    ModelNetwork,
+    Terms,
+    Work,
+    fit,
+    iteration_s,
+    shaped_network,
 )
-from shoal.bench.profile_links import shaped_network
-from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig
-from shoal.bench.scaling_options import options_for
+from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
-from shoal.report import Report
+from shoal.report import Curve, Report
+from shoal.report.tables import Column, Table
+from shoal.report.units import digits
+from shoal.report.views import Items
 from shoal.strategies.registry import find
 
-__all__ = ["forecast_curves", "forecast_items", "forecast_of", "forecast_result"]
+# --- from a report to a forecast ---
 
 MOST_WORKERS = 1024
-INSIDE = {"cpu": Link(20e-6, 8e9), "cuda": Link(10e-6, 25e9)}
+INSIDE = {"cpu": ModelLink(20e-6, 8e9), "cuda": ModelLink(10e-6, 25e9)}
 """Assumed of a machine: shared memory, and one NVLink."""
-BETWEEN = Link(50e-6, 25e9 / 8)
+BETWEEN = ModelLink(50e-6, 25e9 / 8)
 """Assumed between machines: 25 Gb/s."""
 _MOST_PEERS = 16  # of a profile, among whom the slowest link is looked for
 _ALL_REDUCING = ("all-reduce", "ddp", "horovod", "sma")
@@ -57,26 +56,28 @@ def forecast_of(report: Report) -> Forecast:
             f"the report's configuration is not one of `shoal bench scaling`: {error}",
             next_step="give a report that this version has written.",
         ) from None
-    scene = Scene(config, report)
-    lanes: list[Lane] = []
-    checks: list[Check] = []
+    scene = _ScalingFigures(config, report)
+    lanes: list[StrategyForecast] = []
+    checks: list[ProfileCheck] = []
     for strategy in config.strategies:
         try:
             lanes += scene.lanes(strategy)
             checks += scene.checks(strategy)
         except UsageError as error:
-            lanes.append(Lane(strategy, 0, error=error.what))
+            lanes.append(StrategyForecast(strategy, 0, error=error.what))
     network = scene.network(max(config.num_workers))
-    where = Where(network, config.profile, config.between if config.profile is not None else "machines")
+    where = ForecastLinks(
+        network, config.profile, config.between if config.profile is not None else "machines"
+    )
     return Forecast(config.model, scene.size_bytes, where, lanes, checks, scene.notes())
 
 
-class Scene:
+class _ScalingFigures:
     """What was measured, and over which links."""
 
     def __init__(self, config: ScalingConfig, report: Report) -> None:
         self._config = config
-        self._networks: dict[int, Network] = {}
+        self._networks: dict[int, ModelNetwork] = {}
         self._measured = _iterations(report)
         self._compute = _compute(report, self._measured.get(NONE, {}))
         if not self._compute:
@@ -113,7 +114,7 @@ class Scene:
         whose = "Each worker is" if mates == 1 else f"Every {mates} workers are"
         return [f"{whose} predicted with cores of their own; the measured ones shared these."]
 
-    def lanes(self, strategy: str) -> list[Lane]:
+    def lanes(self, strategy: str) -> list[StrategyForecast]:
         """One for each batch size; all of them are calibrated together. UsageError without a formula."""
         self._method(strategy, max(self._config.num_workers))
         here = self._measured.get(strategy, {})
@@ -122,10 +123,10 @@ class Scene:
         for batch_size in self._config.batch_sizes:
             if (batch_size, 1) in self._compute:
                 points = self._points(strategy, batch_size, fitted, here)
-                found.append(Lane(strategy, batch_size, points, fitted))
+                found.append(StrategyForecast(strategy, batch_size, points, fitted))
         return found
 
-    def checks(self, strategy: str) -> list[Check]:
+    def checks(self, strategy: str) -> list[ProfileCheck]:
         """Under a profile: compute as measured, links as described, nothing fitted."""
         if self._config.profile is None:
             return []
@@ -135,20 +136,20 @@ class Scene:
                 continue  # inside of a machine, where the profile does nothing
             compute_s = self._compute[batch_size, size]
             predicted_s = self._iteration_s(strategy, compute_s, size, Fitted())
-            found.append(Check(strategy, batch_size, size, compute_s, predicted_s, measured_s))
+            found.append(ProfileCheck(strategy, batch_size, size, compute_s, predicted_s, measured_s))
         return found
 
-    def network(self, num_workers: int) -> Network:
+    def network(self, num_workers: int) -> ModelNetwork:
         """The links that so many workers have between them, under the profile where there is one."""
         if num_workers not in self._networks:
             self._networks[num_workers] = self._make_network(num_workers)
         return self._networks[num_workers]
 
-    def _make_network(self, num_workers: int) -> Network:
+    def _make_network(self, num_workers: int) -> ModelNetwork:
         config, inside = self._config, INSIDE[self._config.device]
         mates = self._mates(num_workers)
         if config.profile is None:
-            return Network(inside=inside, between=BETWEEN, workers_per_machine=mates)
+            return ModelNetwork(inside=inside, between=BETWEEN, workers_per_machine=mates)
         num_peers = _MOST_PEERS * (1 if self._is_each_apart else mates)
         return shaped_network(config.profile, inside, config.between, min(num_workers, num_peers), mates)
 
@@ -160,7 +161,7 @@ class Scene:
             if size > 1 and (batch_size, size) in self._compute
         }
 
-    def _points(self, strategy: str, batch_size: int, fitted: Fitted, here: Seconds) -> list[Point]:
+    def _points(self, strategy: str, batch_size: int, fitted: Fitted, here: Seconds) -> list[ForecastPoint]:
         alone_s = self._compute[batch_size, 1]
         points = []
         for size in self._sizes():
@@ -172,7 +173,7 @@ class Scene:
                 continue  # a topology that has no such size
             measured_s = here.get((batch_size, size))
             points.append(
-                Point(
+                ForecastPoint(
                     size,
                     batch_size * size / predicted_s,
                     alone_s / predicted_s,
@@ -209,7 +210,7 @@ class Scene:
         def fitted_by(parameters: Sequence[float]) -> Fitted:
             values, link = [*parameters, 0.0, 0.0], None
             if is_across and num_parameters > 1:
-                link = Link(BETWEEN.latency_s, 1 / max(values.pop(1), 1e-15))
+                link = ModelLink(BETWEEN.latency_s, 1 / max(values.pop(1), 1e-15))
             return Fitted(Terms(values[0], values[1]), link, len(sizes))
 
         def times_s(parameters: Sequence[float]) -> list[float]:
@@ -296,3 +297,234 @@ def _parameter_bytes(config: ScalingConfig) -> int:
     from shoal.models.registry import model_named
 
     return 4 * model_named(config.model).at(config.image_size, config.num_classes).num_parameters()
+
+
+# --- how it is shown ---
+
+TOLERANCE = 0.15
+"""Of an iteration's time under a profile."""
+_SHOWN = (16, 64, 256, 1024)
+"""Sizes in the table, beside those that were measured; the curves have more."""
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """What was calibrated for one strategy; nothing, where nothing was."""
+
+    terms: Terms = Terms()
+    between: ModelLink | None = None
+    """The effective link, where workers of several machines were measured."""
+    num_sizes: int = 0
+    """Numbers of workers that it was calibrated by."""
+
+
+class ForecastPoint(msgspec.Struct, frozen=True):
+    """One number of workers."""
+
+    num_workers: int
+    images_per_s: float
+    efficiency: float
+    """Against as many times what one worker does alone, as the others."""
+    nominal_efficiency: float
+    """With nothing calibrated."""
+    measured_efficiency: float | None = None
+
+
+class StrategyForecast(msgspec.Struct, frozen=True):
+    """One strategy at one batch size, or why there is no prediction."""
+
+    strategy: str
+    batch_size: int
+    points: list[ForecastPoint] = []
+    fitted: Fitted = Fitted()
+    error: str | None = None
+
+
+class ProfileCheck(msgspec.Struct, frozen=True):
+    """An iteration over shaped links: measured compute and the profile's links beside what was measured."""
+
+    strategy: str
+    batch_size: int
+    num_workers: int
+    compute_s: float
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def off(self) -> float:
+        """0.1: the prediction is a tenth longer."""
+        return self.predicted_s / self.measured_s - 1
+
+
+class ForecastLinks(msgspec.Struct, frozen=True):
+    """Over which links it is predicted."""
+
+    network: ModelNetwork
+    profile: str | None = None
+    """That the links are of, where they are not assumed."""
+    between: Literal["workers", "machines"] = "machines"
+    """Whose links they are."""
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """All of it, with its inputs."""
+
+    model: str
+    parameter_bytes: int
+    where: ForecastLinks
+    lanes: list[StrategyForecast]
+    checks: list[ProfileCheck]
+    notes: list[str] = []
+
+
+def forecast_items(forecast: Forecast) -> Items:
+    """The check under a profile, the predicted sizes, and what the prediction stands on."""
+    items: Items = [("Predicted by the cost model", "bold"), *_inputs(forecast), ""]
+    if forecast.checks:
+        items.append(_check_table(forecast.checks))
+    for batch_size in dict.fromkeys(lane.batch_size for lane in forecast.lanes if lane.points):
+        items.append(_size_table(forecast, batch_size))
+    failed = [lane for lane in forecast.lanes if lane.error is not None]
+    items += [f"{lane.strategy}: no prediction, {lane.error}" for lane in failed]
+    items += [
+        "of linear: of as many times what one worker does alone; nominal: with nothing calibrated.",
+        *_calibrations(forecast),
+        *forecast.notes,
+        "",
+    ]
+    return items
+
+
+def forecast_curves(forecast: Forecast) -> list[Curve]:
+    """Images a second and efficiency along `num_workers`, under the keys of the measured rows."""
+    curves = []
+    for lane in forecast.lanes:
+        if not lane.points:
+            continue
+        sizes = [float(point.num_workers) for point in lane.points]
+        values = {
+            SPEED: [point.images_per_s for point in lane.points],
+            EFFICIENCY: [point.efficiency for point in lane.points],
+        }
+        for metric, along in values.items():
+            unit, direction = METRICS[metric]
+            curves.append(
+                Curve(
+                    key={"strategy": lane.strategy, "batch_size": lane.batch_size},
+                    metric=metric,
+                    unit=unit,
+                    direction=direction,
+                    starts=[{"num_workers": sizes, "value": along}],
+                )
+            )
+    return curves
+
+
+def forecast_result(forecast: Forecast) -> dict[str, Any]:
+    """For the RESULT line."""
+    result: dict[str, Any] = {
+        "parameter_bytes": forecast.parameter_bytes,
+        "where": msgspec.to_builtins(forecast.where),
+        "lanes": [
+            {
+                "strategy": lane.strategy,
+                "batch_size": lane.batch_size,
+                "calibrated": msgspec.to_builtins(lane.fitted),
+                "efficiency": {str(point.num_workers): round(point.efficiency, 4) for point in lane.points},
+                **({"error": lane.error} if lane.error is not None else {}),
+            }
+            for lane in forecast.lanes
+        ],
+    }
+    if forecast.checks:
+        worst = max(forecast.checks, key=lambda check: abs(check.off))
+        result["checks"] = [
+            {**msgspec.to_builtins(check), "off": round(check.off, 4)} for check in forecast.checks
+        ]
+        result["checks_within"] = round(abs(worst.off), 4)
+    return result
+
+
+def _inputs(forecast: Forecast) -> list[str]:
+    where = forecast.where
+    network = where.network
+    between = _link_text(network.between)
+    lines = [f"{forecast.model}, {forecast.parameter_bytes / 1e6:.1f} MB of parameters."]
+    if where.between == "workers":
+        return [*lines, f"Links between workers, by the profile {where.profile}: {between}."]
+    plural = "worker" if network.workers_per_machine == 1 else "workers"
+    by_whom = "assumed" if where.profile is None else f"by the profile {where.profile}"
+    inside = _link_text(network.inside)
+    return [
+        *lines,
+        f"Machines of {network.workers_per_machine} {plural}; links inside, assumed: {inside}.",
+        f"Links between machines, {by_whom}: {between}.",
+    ]
+
+
+def _check_table(checks: list[ProfileCheck]) -> Table:
+    heads = ("batch", "workers", "compute", "predicted", "measured", "off", "")
+    table = Table(
+        "Iterations over the profile's links, nothing fitted",
+        (Column("strategy", "left"), *map(Column, heads)),
+    )
+    for check in checks:
+        times = (check.compute_s, check.predicted_s, check.measured_s)
+        table.rows.append(
+            (
+                check.strategy,
+                str(check.batch_size),
+                str(check.num_workers),
+                *(f"{1e3 * seconds:.1f} ms" for seconds in times),
+                f"{check.off:+.1%}",
+                "" if abs(check.off) <= TOLERANCE else f"over {TOLERANCE:.0%}",
+            )
+        )
+    return table
+
+
+def _size_table(forecast: Forecast, batch_size: int) -> Table:
+    heads = ("workers", "images/s", "of linear", "nominal", "measured")
+    table = Table(f"Batch {batch_size}", (Column("strategy", "left"), *map(Column, heads)))
+    for lane in forecast.lanes:
+        for point in lane.points if lane.batch_size == batch_size else ():
+            measured = point.measured_efficiency
+            if measured is None and point.num_workers not in _SHOWN and point is not lane.points[-1]:
+                continue
+            table.rows.append(
+                (
+                    lane.strategy,
+                    f"{point.num_workers:,}",
+                    digits(point.images_per_s),
+                    f"{point.efficiency:.1%}",
+                    f"{point.nominal_efficiency:.1%}",
+                    "-" if measured is None else f"{measured:.1%}",
+                )
+            )
+    return table
+
+
+def _calibrations(forecast: Forecast) -> list[str]:
+    lines = {}
+    for lane in forecast.lanes:
+        fitted = lane.fitted
+        if lane.error is not None:
+            continue
+        if not fitted.num_sizes:
+            lines[lane.strategy] = (
+                f"{lane.strategy}: nothing calibrated, for several workers were not measured."
+            )
+            continue
+        terms = fitted.terms
+        plural = "size" if fitted.num_sizes == 1 else "sizes"
+        text = f"{lane.strategy}: calibrated by {fitted.num_sizes} measured {plural}: "
+        text += f"{1e3 * terms.overhead_s:.2f} ms not hidden"
+        text += f", {1e3 * terms.straggler_s:.2f} ms for each doubling" if terms.straggler_s else ""
+        text += f", between machines {_link_text(fitted.between)}" if fitted.between else ""
+        lines[lane.strategy] = text + "."
+    return list(lines.values())
+
+
+def _link_text(link: ModelLink) -> str:
+    delay = f"{digits(1e3 * link.latency_s)} ms"
+    rate = link.bytes_per_s
+    return f"no limit, {delay}" if rate == float("inf") else f"{digits(rate / 1e6)} MB/s, {delay}"

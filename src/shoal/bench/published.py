@@ -14,8 +14,16 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.calibration import fit
-from shoal.bench.cost_model import FORWARD_SHARE, Link, Method, Network, Terms, Work, iteration_s
+from shoal.bench.cost_model import (
+    FORWARD_SHARE,
+    Method,
+    ModelLink,
+    ModelNetwork,
+    Terms,
+    Work,
+    fit,
+    iteration_s,
+)
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
@@ -43,9 +51,9 @@ IMAGES_PER_S: dict[int, dict[str, tuple[float, ...]]] = {
 }
 """By batch size and method, for each of `SIZES`; read off the page's figures, to about a hundred."""
 _GBIT = 1e9 / 8
-NOMINAL = Network(
-    inside=Link(10e-6, 25e9),  # one NVLink, one direction
-    between=Link(50e-6, 25 * _GBIT),
+NOMINAL = ModelNetwork(
+    inside=ModelLink(10e-6, 25e9),  # one NVLink, one direction
+    between=ModelLink(50e-6, 25 * _GBIT),
     workers_per_machine=8,
 )
 """As the machines' data sheets have it; 50 µs is an ordinary way through TCP."""
@@ -55,7 +63,7 @@ _CYCLE_S = 0.005  # Horovod sends what is there so often, and no bucket waits to
 class Calibrated(msgspec.Struct, frozen=True):
     """All that was fitted: four numbers to six bars."""
 
-    network: Network
+    network: ModelNetwork
     """With the effective link between machines."""
     terms: dict[str, Terms]
 
@@ -256,7 +264,7 @@ def _inputs(found: Calibrated) -> Table:
     return Table("ResNet-50 on machines of 8 GPUs", columns, rows)
 
 
-def _link_text(link: Link) -> str:
+def _link_text(link: ModelLink) -> str:
     return f"{digits(link.bytes_per_s / _GBIT)} Gb/s, {1e6 * link.latency_s:.0f} µs"
 
 
@@ -265,8 +273,8 @@ def _counts(bar: Bar) -> bool:
     return bar.is_held_out and bar.batch_size == BATCH
 
 
-def _link(seconds_per_byte: float, latency_s: float) -> Link:
-    return Link(latency_s, 1 / max(seconds_per_byte, 1e-15))
+def _link(seconds_per_byte: float, latency_s: float) -> ModelLink:
+    return ModelLink(latency_s, 1 / max(seconds_per_byte, 1e-15))
 
 
 def _measured_s(method: str) -> list[float]:

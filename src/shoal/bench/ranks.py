@@ -1,4 +1,6 @@
-"""A benchmark whose workers a launcher has started: torchrun, mpirun, srun, `shoal run`, or -H over ssh.
+"""Where the workers of a benchmark run that are not its children: ranks of a launcher, or hosts of -H.
+
+A launcher is torchrun, mpirun, srun or `shoal run`; -H starts ranks over ssh. `HostFlags` are the flags.
 
 All of them run the same command. Rank 0 runs the scenario and gives orders through a group of all ranks,
 which measures nothing; the others follow, and rank 0 itself works too. `python -m shoal.bench.ranks` is what
@@ -16,21 +18,32 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from shoal.bench.crew import Answers, CrewSettings, Helper, Place, Workers, open_worker
-from shoal.bench.environment import Watch, describe_machine
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.core import BenchmarkError, PeerLost
-from shoal.launch import LaunchSettings, command_of, launch
-from shoal.launch.endings import is_consequence
-from shoal.launch.head import Engine
-from shoal.launch.output import Listener, Stream
+from shoal.bench.workers import Answers, Helper, Place, Workers, WorkerSettings, open_worker
+from shoal.core import BenchmarkError, PeerLost, UsageError
+from shoal.core.placement import Placement
+from shoal.core.run_options import (
+    Hostfile,
+    NetworkInterface,
+    RemoteCwd,
+    RemotePython,
+    RunOptions,
+    SshOption,
+    SshPort,
+    SshUser,
+    flag,
+)
+from shoal.doctor.machine import Watch, describe_machine
 
 if TYPE_CHECKING:
     from shoal.group.base import Group
+    from shoal.launch import LaunchSettings
+    from shoal.launch.head import Engine
+    from shoal.launch.output import Stream
 
 VARIABLE = "SHOAL_BENCH"
 """What `OnHosts` tells the ranks that it starts: the arguments of one start, as JSON."""
@@ -44,10 +57,93 @@ _OPEN, _ASK, _CLOSE, _END = "open", "ask", "close", "end"
 """What rank 0 tells the others, of which only _ASK holds an order of the scenario."""
 
 
-class RankCrew:
-    """The ranks of a group as a crew, as rank 0 sees it."""
+class HostFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The machines for workers that the command line names, or a launcher has chosen."""
 
-    def __init__(self, control: Group, settings: CrewSettings) -> None:
+    hosts: Annotated[
+        str | None,
+        flag("Machines for the workers, reached by ssh.", "-H", "--hosts", metavar="HOST:N,…"),
+    ] = None
+    hostfile: Hostfile = None
+    ssh_port: SshPort = None
+    ssh_user: SshUser = None
+    ssh_option: SshOption = None
+    remote_python: RemotePython = None
+    remote_cwd: RemoteCwd = None
+    network_interface: NetworkInterface = None
+
+    @property
+    def are_named(self) -> bool:
+        """Whether hosts were named."""
+        return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def launched_size(self) -> int | None:
+        """How many processes a launcher has started of this one's kind; None when it is alone."""
+        size = Placement.from_environment().size
+        return size if size > 1 else None
+
+    def num_workers(self, asked: int | None, default: int) -> int:
+        """Take as many as asked for, as a launcher has started, as the hosts have slots, or the default."""
+        launched = self.launched_size
+        if launched is not None and asked not in (None, launched):
+            raise UsageError(
+                f"--np {asked} is not the {launched} processes that the launcher has started.",
+                next_step="leave --np out.",
+            )
+        if asked is not None or launched is not None:
+            return asked or launched or default
+        hosts = self._open()
+        return default if hosts is None else int(hosts.num_slots)
+
+    def workers_here(self, num_workers: int) -> int:
+        """Count those of the workers that are on this machine, where no hosts are named."""
+        return num_workers if self.launched_size is None else Placement.from_environment().local_size
+
+    @property
+    def workers_per_machine(self) -> int | None:
+        """How many workers a machine has where there are several; None on this one alone."""
+        if self.launched_size is not None:
+            placed = Placement.from_environment()
+            return placed.local_size if placed.local_size < placed.size else None
+        hosts = self._open()
+        return None if hosts is None or not hosts.is_elsewhere else int(hosts.slots_of_first)
+
+    def starter(self, num_workers: int) -> OnHosts | None:
+        """Say how to start the workers on the hosts that were named; None where they run here."""
+        hosts = self._open()
+        if hosts is None or not hosts.is_elsewhere:
+            return None
+        if self.launched_size is not None:
+            raise UsageError(
+                "A launcher has started this, and -H starts it again.", next_step="leave -H out."
+            )
+        from shoal.launch import LaunchSettings, command_of
+
+        hosts.check(num_workers, 0)
+        options = RunOptions(network_interface=self.network_interface)
+        command = command_of(["shoal.bench.ranks"], is_module=True)
+        return OnHosts(hosts, LaunchSettings(command, num_workers, options))
+
+    def _open(self) -> Any:
+        if not self.are_named:
+            return None
+        from shoal.launch.hosts import SshSettings, open_hosts
+
+        ssh = SshSettings(
+            self.ssh_port,
+            self.ssh_user,
+            tuple(self.ssh_option or ()),
+            self.remote_python,
+            self.remote_cwd,
+        )
+        return open_hosts(self.hosts, self.hostfile, ssh)
+
+
+class LaunchedWorkers:
+    """The ranks of a group as workers, as rank 0 sees them."""
+
+    def __init__(self, control: Group, settings: WorkerSettings) -> None:
         self._control = control
         self._settings = settings
         self._worker = RankWorker(control)
@@ -63,7 +159,7 @@ class RankCrew:
             self._start()
         return self._tell(_ASK, {"order": order, "details": details}, among)
 
-    def hire(self, helper: Helper) -> None:
+    def start_helper(self, helper: Helper) -> None:
         """Nothing: whoever needs it says that it is not there."""
 
     def close(self) -> None:
@@ -127,6 +223,8 @@ class RankWorker:
         try:
             return {"answer": self._do(message["kind"], message["details"])}
         except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 reports it
+            from shoal.launch.endings import is_consequence
+
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-3)
             with contextlib.suppress(Exception):
                 self._stack.__exit__(type(error), error, error.__traceback__)
@@ -174,7 +272,7 @@ class Ranks:
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""
         scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
-        vars(scenario)["open_crew"] = self._open_crew
+        vars(scenario)["open_workers"] = self._open_workers
         tell_rows(scenario, receive)
 
     def end(self) -> None:
@@ -183,10 +281,10 @@ class Ranks:
             _share(self._control, {"kind": _END})
 
     @contextlib.contextmanager
-    def _open_crew(self, settings: CrewSettings) -> Iterator[Workers]:
-        crew = RankCrew(self._control, settings)
-        yield crew
-        crew.close()
+    def _open_workers(self, settings: WorkerSettings) -> Iterator[Workers]:
+        workers = LaunchedWorkers(self._control, settings)
+        yield workers
+        workers.close()
 
 
 @contextlib.contextmanager
@@ -256,6 +354,8 @@ class OnHosts:
 
     def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """Run the ranks to their end, and pass on what the first one tells."""
+        from shoal.launch import Listener, launch
+
         heard = Told(receive)
 
         def take(rank: int, stream: Stream, line: bytes) -> None:
@@ -273,11 +373,6 @@ class OnHosts:
             raise BenchmarkError(f"The workers ended with {outcome.exit_code}: {outcome.reason}.")
         if not heard.is_whole:
             raise BenchmarkError("Rank 0 ended before it had told everything, or not all of it came.")
-
-
-def hosts_command() -> tuple[str, ...]:
-    """What is started on every host."""
-    return command_of(["shoal.bench.ranks"], is_module=True)
 
 
 def main() -> None:

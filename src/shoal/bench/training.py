@@ -2,26 +2,191 @@
 
 One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
 ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
-the samples say is `training_summary`'s, what a worker does `training_worker`'s.
+the samples say is `training_tables`'; servers and workers that are started by hand are `training_by_hand`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import NONE, is_free_running, needs_servers
-from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, Tell
-from shoal.bench.training_rows import METRICS, Blocks, Lane, lane_rows
+from shoal.bench.contenders import (
+    NONE,
+    Device,
+    DeviceKind,
+    Laps,
+    NoCuda,
+    NumServers,
+    Recipe,
+    StrategyOption,
+    Trainee,
+    WorkersPerMachine,
+    beside_none,
+    is_ddp,
+    is_free_running,
+    make_contender,
+    needs_servers,
+    options_of,
+    servers_of,
+    tell_slow_images,
+    workers_device,
+)
+from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.ranks import HostFlags
+from shoal.bench.workers import (
+    Answers,
+    Helper,
+    LocalWorkers,
+    OpenWorkers,
+    Parent,
+    Place,
+    Workers,
+    WorkerSettings,
+    one_line,
+)
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.run_options import flag
+from shoal.report.tables import emit
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.group.base import Group
 
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
 DEFAULT_WARMUP = 3
 _ANSWER_S = 900.0  # a block of a slow worker with a large model on a CPU
+OPTIMIZERS = {
+    "sync-sgd": "all-reduce",
+    "sync-sgd-nccl": "all-reduce",
+    "sync-sgd-hierarchical-nccl": "all-reduce",
+    "async-sgd": "pair",
+    "sma": "sma",
+}
+"""Our strategy of each. The last word of the NCCL ones is what carries it: here that is the group itself, in
+which several machines always reduce inside each of them first."""
+_OPTIMIZER_NAMES = "sync-sgd, async-sgd, sma, sync-sgd-nccl, sync-sgd-hierarchical-nccl"
+FRACTION, SPEED, OWN_SPEED = "fraction_of_ceiling", "examples_per_s", "examples_per_s_per_worker"
+ITERATION, OWN_FRACTION, WAITED = "seconds_per_iteration", "fraction_of_own_speed", "waited"
+METRICS: Metrics = {
+    FRACTION: ("", "higher"),
+    SPEED: ("1/s", "higher"),
+    OWN_SPEED: ("1/s", "higher"),
+    ITERATION: ("s", "lower"),
+    OWN_FRACTION: ("", "higher"),
+    WAITED: ("s", "lower"),
+}
+"""In the order in which a reader asks for them: ratios of neighbouring blocks; the speed of all workers
+together in a block, and of each; a worker's iterations; ratios of a worker's own speed; how long a worker
+waited for another in a block."""
+row = partial(measured, METRICS)
+
+
+class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench training`, by our names and by those that KungFu's users type."""
+
+    model: Annotated[
+        str, flag("What is trained, on synthetic data: mlp, resnet18, ResNet50, …", metavar="NAME")
+    ] = "mlp"
+    image_size: Annotated[int | None, flag("Side of the images.", ge=1, shown="the model's own")] = None
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "Beside 'none' and 'ddp'; your own is package.module:Class.",
+            metavar="NAME,...",
+            shown=",".join(DEFAULT_STRATEGIES),
+        ),
+    ] = None
+    kungfu: Annotated[
+        str | None,
+        flag(
+            f"One strategy alone, by KungFu's name: {_OPTIMIZER_NAMES}.",
+            "--kungfu",
+            "--kf-optimizer",
+            metavar="NAME",
+        ),
+    ] = None
+    no_ddp: Annotated[bool, flag("Leave torch's own DDP out.")] = False
+    num_workers: Annotated[
+        int | None,
+        flag(
+            "Workers, one thread each.",
+            "--np",
+            "-np",
+            ge=1,
+            shown="2, or as many as a launcher started",
+        ),
+    ] = None
+    option: StrategyOption = {}
+    workers_per_machine: WorkersPerMachine = None
+    num_servers: NumServers = None
+    batch_size: Annotated[int | None, flag("Of each worker.", ge=1, shown="64 or 32, by model")] = None
+    device: Device = "auto"
+    no_cuda: NoCuda = False
+    fuse: Annotated[bool, flag("Accepted: what is sent is always one flat buffer, or few.")] = False
+    eager: Annotated[bool, flag("Accepted: PyTorch computes eagerly anyway.")] = False
+    xla: Annotated[bool, flag("Accepted: nothing is compiled here.")] = False
+    optimizer: Annotated[str | None, flag("Accepted: sgd, which all workers train with.", metavar="NAME")] = (
+        None
+    )
+    num_warmup: Annotated[
+        int | None,
+        flag(
+            "Iterations before anything is measured.",
+            "--num-warmup-batches",
+            ge=1,
+            shown=f"{DEFAULT_WARMUP}, 10 by hand",
+        ),
+    ] = None
+    pairs: Annotated[
+        int | None,
+        flag(
+            "Blocks of each strategy beside 'none'; by hand: iterations of a worker.",
+            "--pairs",
+            "--num-iters",
+            ge=1,
+            shown="10, 3000 by hand",
+        ),
+    ] = None
+    block_seconds: Annotated[float | None, flag("Length of a block.", ge=0.01, shown="1")] = None
+    iterations: Annotated[
+        int | None,
+        flag(
+            "In a block, where workers wait for each other; by hand: the same as --num-iters.",
+            ge=1,
+            shown="by length",
+        ),
+    ] = None
+    num_batches_per_iter: Annotated[
+        int | None, flag("The same as --iterations, of a block.", ge=1, shown=False)
+    ] = None
+    slow_worker: Annotated[
+        str | None,
+        flag(
+            "This worker's iterations take so many times as long; it sleeps in them.", metavar="RANK:FACTOR"
+        ),
+    ] = None
+    ps_hosts: Annotated[
+        str | None,
+        flag("Started by hand: the parameter servers; all meet at the first.", metavar="HOST:PORT,…"),
+    ] = None
+    worker_hosts: Annotated[
+        str | None, flag("Started by hand: the workers; ports are not used.", metavar="HOST:PORT,…")
+    ] = None
+    job_name: Annotated[Literal["ps", "worker"] | None, flag("Started by hand: what this process is.")] = None
+    task_index: Annotated[int, flag("Started by hand: which one of them.", ge=0)] = 0
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether this process is a server or a worker of those that are started by hand."""
+        return not (self.ps_hosts is self.worker_hosts is self.job_name is None)
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +195,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     model: str = "mlp"
     image_size: int | None = None
     """The side of the images; None is the model's own."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     batch_size: int = 64
     """Of each worker."""
     strategies: tuple[str, ...] = DEFAULT_STRATEGIES
@@ -72,7 +237,117 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
 
 
-class ServerRole(msgspec.Struct, frozen=True):
+def training_config(flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> TrainingConfig:
+    """Make of the flags what is measured; UsageError where they contradict each other."""
+    num_workers = hosts.num_workers(flags.num_workers, default=2)
+    device = workers_device(flags.device, hosts, num_workers, no_cuda=flags.no_cuda)
+    chosen = _chosen(flags)
+    return msgspec.structs.replace(
+        trained_config(flags, run.seed, device),
+        strategies=chosen,
+        options=options_of(chosen, flags.option),
+        num_workers=num_workers,
+        workers_per_machine=flags.workers_per_machine,
+        num_servers=servers_of(flags.num_servers, chosen),
+        num_pairs=flags.pairs or (3 if run.short else 10),
+        block_s=flags.block_seconds or (0.3 if run.short else 1.0),
+        iterations=one_of(
+            {"--iterations": flags.iterations, "--num-batches-per-iter": flags.num_batches_per_iter}
+        ),
+        kungfu=None if flags.kungfu is None else optimizer_named(flags.kungfu),
+        **slow_worker(flags.slow_worker),
+    )
+
+
+def trained_config(
+    flags: TrainingFlags, seed: int, device: DeviceKind, usual_batch_size: int | None = None
+) -> TrainingConfig:
+    """Say what workers train, whoever starts them."""
+    from shoal.models import model_named
+
+    _check_accepted(flags)
+    entry = model_named(flags.model).at(flags.image_size)
+    if flags.image_size is None:
+        tell_slow_images(entry.image_side, device)
+    return TrainingConfig(
+        model=entry.name,
+        image_size=entry.image_side,
+        device=device,
+        batch_size=flags.batch_size or usual_batch_size or entry.batch_size,
+        num_warmup=flags.num_warmup or DEFAULT_WARMUP,
+        seed=seed,
+    )
+
+
+def _check_accepted(flags: TrainingFlags) -> None:
+    """Say what KungFu's flags mean that change nothing here; UsageError for an optimizer that is none."""
+    if flags.optimizer is not None and flags.optimizer.lower() != "sgd":
+        raise UsageError(
+            f"--optimizer {flags.optimizer} is not measured: all workers train with SGD.",
+            next_step="leave it out.",
+        )
+    if flags.eager:
+        emit("--eager: PyTorch computes eagerly anyway.", sys.stderr)
+    if flags.xla:
+        emit("--xla: nothing is compiled here, models run as they are.", sys.stderr)
+
+
+def slow_worker(text: str | None) -> dict[str, Any]:
+    """Read the rank and factor of `RANK:FACTOR` as settings of a config."""
+    if text is None:
+        return {}
+    rank, _, factor = text.partition(":")
+    try:
+        slow = {"slow_rank": int(rank), "slow_factor": float(factor)}
+    except ValueError:
+        raise UsageError(
+            f"--slow-worker {text} names no worker and factor.", next_step="say --slow-worker 1:10."
+        ) from None
+    if not slow["slow_factor"] >= 1:
+        raise UsageError(f"--slow-worker {text} is not slower.", next_step="give a factor of 1 or more.")
+    return slow
+
+
+def one_of(values: Mapping[str, int | None]) -> int | None:
+    """Return what was given of several flags for the same; None for none, UsageError for more than one."""
+    told = {name: value for name, value in values.items() if value is not None}
+    if len(told) > 1:
+        raise UsageError(
+            f"{' and '.join(told)} are the same here.", next_step="leave all but one of them out."
+        )
+    return next(iter(told.values()), None)
+
+
+def _chosen(flags: TrainingFlags) -> tuple[str, ...]:
+    """Name what is measured beside 'none': each that was named once, and the baseline in the same run."""
+    if flags.kungfu is not None:
+        if flags.strategies is not None:
+            raise UsageError(
+                "--kungfu and --strategies both say what is measured.", next_step="leave one of them out."
+            )
+        return (OPTIMIZERS[optimizer_named(flags.kungfu)],)
+    named = flags.strategies
+    if named is None:
+        named = (*DEFAULT_STRATEGIES, *(("hierarchical",) * (flags.workers_per_machine is not None)))
+    chosen = beside_none([name for name in named if not (flags.no_ddp and is_ddp(name))])
+    return chosen if flags.no_ddp or any(map(is_ddp, chosen)) else (*chosen, "ddp")
+
+
+def optimizer_named(name: str) -> str:
+    """KungFu's optimizer as it spells it; hyphens and underscores are alike."""
+    plain = name.strip().lower().replace("_", "-")
+    if plain not in OPTIMIZERS:
+        raise UsageError(
+            f"KungFu has no optimizer {name!r}.",
+            next_step=f"one of {', '.join(OPTIMIZERS)}; --strategies names all that there are here.",
+        )
+    return plain
+
+
+# --- the scenario ---
+
+
+class TrainingServer(msgspec.Struct, frozen=True):
     """Which server of which strategy a process is."""
 
     strategy: str
@@ -81,60 +356,60 @@ class ServerRole(msgspec.Struct, frozen=True):
 
 
 class TrainingScenario:
-    """One start: a crew that trains in pairs of blocks."""
+    """One start: workers that train in pairs of blocks."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), TrainingConfig), seed=seed)
-        self._lanes = {name: Lane() for name in self._config.strategies}
+        self._measured = {name: StrategyBlocks() for name in self._config.strategies}
         self._iterations: dict[str, int | None] = {}
         self._sleep_s = 0.0
-        self.open_crew: OpenCrew = Crew
+        self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
         config = self._config
-        settings = CrewSettings(
-            "shoal.bench.training_worker:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+        settings = WorkerSettings(
+            "shoal.bench.training:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
-        for name, lane in self._lanes.items():
-            if lane.error is not None:
-                tell(f"{name} failed: {lane.error}")
-        with self.open_crew(settings) as crew:
+        for name, kept in self._measured.items():
+            if kept.error is not None:
+                tell(f"{name} failed: {kept.error}")
+        with self.open_workers(settings) as workers:
             for number in range(config.num_pairs):
-                self._prepare(crew, tell)
+                self._prepare(workers, tell)
                 tell(f"pair {number + 1} of {config.num_pairs}")
                 for name in self._standing():
-                    self._prepare(crew, tell)
-                    if self._lanes[name].error is None:
-                        self._measure_pair(crew, name, number, tell)
+                    self._prepare(workers, tell)
+                    if self._measured[name].error is None:
+                        self._measure_pair(workers, name, number, tell)
             yield from sorted(self._rows(), key=lambda row: list(METRICS).index(row.metric))
 
     def _standing(self) -> list[str]:
         """The strategies that have not failed."""
-        return [name for name, lane in self._lanes.items() if lane.error is None]
+        return [name for name, kept in self._measured.items() if kept.error is None]
 
-    def _prepare(self, crew: Workers, tell: Tell) -> None:
-        """Attach and warm up everything, in a crew that has not been started or has lost somebody."""
-        while not crew.is_running and self._standing():
-            self._attach(crew, NONE, tell)
+    def _prepare(self, workers: Workers, tell: Tell) -> None:
+        """Attach and warm up everything, where workers have not been started or one was lost."""
+        while not workers.is_running and self._standing():
+            self._attach(workers, NONE, tell)
             for name in self._standing():
                 try:
-                    self._attach(crew, name, tell)
+                    self._attach(workers, name, tell)
                 except BenchmarkError as error:
                     self._give_up(name, error, tell)
                     break
 
-    def _attach(self, crew: Workers, name: str, tell: Tell) -> None:
+    def _attach(self, workers: Workers, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
         for server in range(self._config.num_servers if needs_servers(name) else 0):
-            role = msgspec.to_builtins(ServerRole(name, server, self._config))
-            crew.hire(Helper("shoal.bench.training_worker:serve_parameters", f"server {server}", role))
-        crew.ask("attach", strategy=name)
-        blocks = self._block(crew, name, self._config.num_warmup)
+            role = msgspec.to_builtins(TrainingServer(name, server, self._config))
+            workers.start_helper(Helper("shoal.bench.training:serve_parameters", f"server {server}", role))
+        workers.ask("attach", strategy=name)
+        blocks = self._block(workers, name, self._config.num_warmup)
         times_s = [statistics.median(block.times_s) for block in blocks]
         if name == NONE and self._config.slow_rank is not None:
             self._sleep_s = 0.0
-            pace = self._block(crew, NONE, None)[self._config.slow_rank]
+            pace = self._block(workers, NONE, None)[self._config.slow_rank]
             self._sleep_s = statistics.median(pace.times_s) * (self._config.slow_factor - 1)
         if is_free_running(name, self._config.options):
             self._iterations[name] = None
@@ -145,22 +420,22 @@ class TrainingScenario:
             local_steps = self._config.options.get(name, {}).get("local_steps") or 1
             self._iterations[name] = -(-wanted // local_steps) * local_steps
 
-    def _measure_pair(self, crew: Workers, name: str, number: int, tell: Tell) -> None:
+    def _measure_pair(self, workers: Workers, name: str, number: int, tell: Tell) -> None:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
         try:
-            measured = {who: self._block(crew, who, self._iterations[who]) for who in order}
+            measured = {who: self._block(workers, who, self._iterations[who]) for who in order}
             if self._config.slow_rank is not None:
                 sleep_s, self._sleep_s = self._sleep_s, 0.0
-                self._lanes[name].evens.append(self._block(crew, name, self._iterations[name]))
+                self._measured[name].evens.append(self._block(workers, name, self._iterations[name]))
                 self._sleep_s = sleep_s
         except BenchmarkError as error:
             self._give_up(name, error, tell)
             return
-        self._lanes[name].blocks.append(measured[name])
-        self._lanes[name].ceilings.append(measured[NONE])
+        self._measured[name].blocks.append(measured[name])
+        self._measured[name].ceilings.append(measured[NONE])
 
-    def _block(self, crew: Workers, name: str, iterations: int | None) -> Blocks:
-        answers = crew.ask(
+    def _block(self, workers: Workers, name: str, iterations: int | None) -> Blocks:
+        answers = workers.ask(
             "block",
             strategy=name,
             iterations=iterations,
@@ -170,11 +445,168 @@ class TrainingScenario:
         return msgspec.convert(answers, Blocks)
 
     def _give_up(self, name: str, error: BenchmarkError, tell: Tell) -> None:
-        self._lanes[name].error = one_line(error)
-        tell(f"{name} failed: {self._lanes[name].error}")
+        self._measured[name].error = one_line(error)
+        tell(f"{name} failed: {self._measured[name].error}")
 
     def _rows(self) -> Iterator[Measured]:
-        ceilings = [blocks for lane in self._lanes.values() for blocks in lane.ceilings]
-        lanes = {NONE: Lane(ceilings)} if ceilings else {}
-        for name, lane in (lanes | self._lanes).items():
-            yield from lane_rows(name, lane, self._config.batch_size)
+        ceilings = [blocks for kept in self._measured.values() for blocks in kept.ceilings]
+        found = {NONE: StrategyBlocks(ceilings)} if ceilings else {}
+        for name, kept in (found | self._measured).items():
+            yield from strategy_rows(name, kept, self._config.batch_size)
+
+
+# --- rows ---
+
+
+class Block(msgspec.Struct, frozen=True):
+    """What one worker did in one block."""
+
+    times_s: list[float]
+    """Of each iteration."""
+    waited_s: list[float] = []
+    """For each rank, by this worker."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first iteration's beginning to the last one's end."""
+        return sum(self.times_s)
+
+    def examples_per_s(self, batch_size: int) -> float:
+        """Of this worker."""
+        return batch_size * len(self.times_s) / self.seconds
+
+
+Blocks = list[Block]
+"""One for each rank."""
+
+
+class StrategyBlocks(msgspec.Struct):
+    """All that was measured of one strategy, or why it could not be."""
+
+    blocks: list[Blocks] = []
+    ceilings: list[Blocks] = []
+    """The neighbours in time of `blocks`, under `none`."""
+    evens: list[Blocks] = []
+    """Where somebody is slow: the same strategy beside `blocks`, with nobody slow."""
+    error: str | None = None
+
+
+def strategy_rows(name: str, kept: StrategyBlocks, batch_size: int) -> Iterator[Measured]:
+    """The figures of one strategy, or of the ceiling, which has nothing beside it."""
+    key: RowKey = {"strategy": name}
+    if kept.error is not None:
+        yield row(SPEED, key, error=kept.error)
+        return
+    speeds = [total_speed(blocks, batch_size) for blocks in kept.blocks]
+    beside = [total_speed(blocks, batch_size) for blocks in kept.ceilings]
+    if beside:
+        yield row(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
+    yield row(SPEED, key, speeds)
+    num_workers = len(kept.blocks[0])
+    has_waits = any(any(block.waited_s) for blocks in kept.blocks for block in blocks)
+    for rank in range(num_workers):
+        own = [blocks[rank] for blocks in kept.blocks]
+        by_rank: RowKey = {**key, "rank": rank}
+        yield row(OWN_SPEED, by_rank, [block.examples_per_s(batch_size) for block in own])
+        yield row(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
+        if kept.evens:
+            pairs = zip(own, (blocks[rank] for blocks in kept.evens), strict=True)
+            fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
+            yield row(OWN_FRACTION, by_rank, fractions)
+        for other in range(num_workers) if has_waits else ():
+            if other != rank:
+                waits_s = [block.waited_s[other] for block in own]
+                yield row(WAITED, {**by_rank, "waited_for": other}, waits_s)
+
+
+def total_speed(blocks: Blocks, batch_size: int) -> float:
+    """Examples a second of all workers together."""
+    return sum(block.examples_per_s(batch_size) for block in blocks)
+
+
+# --- a worker ---
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Train what is ordered."""
+    place.set_up_process()
+    worker = TrainingWorker(place, msgspec.convert(arguments, TrainingConfig), stack)
+    return {"attach": worker.attach, "block": worker.block}
+
+
+def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one strategy until the workers are done."""
+    place = msgspec.convert(arguments["place"], Place)
+    place.set_up_process()
+    role = msgspec.convert(arguments["arguments"], TrainingServer)
+    config = role.config
+    with place.open_as_server(role.strategy, config.num_servers, role.server) as group:
+        trainee = trainee_of(config, 0, place.device(config.device))
+        made = make_contender(group, role.strategy, config.options.get(role.strategy, {}))
+        with contextlib.suppress(SystemExit):
+            made.attach(trainee.model, trainee.optimizer)
+
+
+def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Trainee:
+    """Make what one worker trains."""
+    from shoal.models import model_named
+
+    recipe = Recipe(
+        entry=model_named(config.model).at(config.image_size),
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        momentum=config.momentum,
+        seed=config.seed,
+    )
+    return recipe.trainee(rank, device)
+
+
+class TrainingWorker:
+    """All trainees of one worker."""
+
+    def __init__(self, place: Place, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
+        self._place = place
+        self._config = config
+        self._stack = stack
+        self._device = place.device(config.device)
+        self._trainees: dict[str, Trainee] = {}
+        self._groups: dict[str, Group] = {}
+
+    def attach(self, strategy: str) -> None:
+        """Make a model, and attach the strategy to it; `none` attaches nothing."""
+        trainee = self._trainees[strategy] = trainee_of(self._config, self._place.rank, self._device)
+        if strategy == NONE:
+            return
+        # a group for each strategy: who waits for whom is counted apart, and each may leave its own
+        if needs_servers(strategy):
+            opened = self._place.open_with_servers(strategy, self._config.num_servers)
+        else:
+            machines = self._config.workers_per_machine
+            opened = self._place.open_group(strategy, workers_per_machine=machines)
+        group = self._groups[strategy] = self._stack.enter_context(opened)
+        made = make_contender(group, strategy, self._config.options.get(strategy, {}))
+        self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))
+
+    def block(
+        self, strategy: str, iterations: int | None, seconds: float, sleep_s: float
+    ) -> dict[str, list[float]]:
+        """Iterate so often, or else for so long; the time of each iteration, and the waits of the block."""
+        trainee = self._trainees[strategy]
+        sleep_s = sleep_s if self._place.rank == self._config.slow_rank else 0.0
+        waited_s = self._waited_s(strategy)
+        laps = Laps(self._device)
+        until_s = time.perf_counter() + seconds
+        while len(laps) < iterations if iterations is not None else time.perf_counter() < until_s:
+            if sleep_s:
+                trainee.synchronize()  # a GPU would go on with the last iteration while this process sleeps
+                time.sleep(sleep_s)
+            trainee.step()
+            laps.end()
+        times_s = laps.seconds()
+        waits_s = [after - before for before, after in zip(waited_s, self._waited_s(strategy), strict=True)]
+        return {"times_s": times_s, "waited_s": waits_s}
+
+    def _waited_s(self, strategy: str) -> list[float]:
+        """Seconds that this worker has waited for each rank."""
+        group = self._groups.get(strategy)
+        return [] if group is None else list(group.stats.waited_s)

@@ -1,4 +1,8 @@
-"""What a parameter server or worker does that was started by hand; who it is, `training_roles` says."""
+"""Parameter servers and workers that are started by hand, one command each, as with TensorFlow's of old.
+
+Who is who follows from the lists of hosts, which all of them are given alike: servers first, then workers.
+They meet at the first server's address; the other ports are not used.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,167 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
 
-from shoal.bench.frame import Receive, RowKey, Version
-from shoal.bench.trainee import Trainee
-from shoal.bench.training import TrainingConfig
-from shoal.bench.training_roles import STRATEGY, Role
-from shoal.bench.training_rows import ITERATION, OWN_SPEED, row
-from shoal.bench.training_worker import trainee_of
-from shoal.core import BenchmarkError, PeerLost
-from shoal.group import Group, init
-from shoal.strategies import ParameterServer
+from shoal.bench.contenders import Spread, Trainee, device_of, options_of
+from shoal.bench.frame import Receive, RowKey, RunFlags, Version
+from shoal.bench.ranks import HostFlags
+from shoal.bench.training import (
+    ITERATION,
+    OWN_SPEED,
+    TrainingConfig,
+    TrainingFlags,
+    one_of,
+    row,
+    slow_worker,
+    trained_config,
+    trainee_of,
+)
+from shoal.core import Address, BenchmarkError, PeerLost, UsageError
+from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
+from shoal.report import Report, Row
+from shoal.report.views import Items
+from shoal.strategies.registry import canonical
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.group import Group
+    from shoal.strategies import ParameterServer
 
 Say = Callable[[str], None]
+JobName = Literal["ps", "worker"]
+STRATEGY = "parameter-server"
+DEFAULT_ITERATIONS, DEFAULT_BATCH_SIZE, DEFAULT_WARMUP = 3000, 64, 10
+BY_HAND = (
+    *("model", "image_size", "strategies", "option", "batch_size", "device", "no_cuda", "fuse", "num_warmup"),
+    *("eager", "xla", "optimizer"),
+    *("pairs", "iterations", "slow_worker", "ps_hosts", "worker_hosts", "job_name", "task_index", "seed"),
+    *("network_interface", "report", "json_file"),
+)
+"""Flags that mean something to a process that is started by hand."""
+_OF_WORKERS = ("report", "json_file")
+
+
+class Role(msgspec.Struct, frozen=True):
+    """One process of those that were started by hand."""
+
+    job: JobName
+    index: int
+    """Among those of the same job."""
+    num_servers: int
+    num_workers: int
+    meeting: Address
+    """The first server's."""
+    network_interface: str | None = None
+    """Through which this process talks to other machines."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it holds parameters, and trains nothing."""
+        return self.job == "ps"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """How a launcher would have placed this process."""
+        rank = self.index if self.is_server else self.num_servers + self.index
+        run_id = os.environ.get(RUN_ID_VARIABLE, "")
+        options = RunOptions(run_id=run_id, network_interface=self.network_interface)
+        return {
+            **options.to_environment(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_servers + self.num_workers),
+            "MASTER_ADDR": self.meeting.host,
+            "MASTER_PORT": str(self.meeting.port),
+        }
+
+
+def role_of(flags: TrainingFlags, hosts: HostFlags) -> Role:
+    """Return the role that the flags give this process; UsageError where they do not suffice."""
+    job, index = flags.job_name, flags.task_index
+    if flags.ps_hosts is None or flags.worker_hosts is None or job is None:
+        raise UsageError(
+            "A process that is started by hand has to know the others, and what it is itself.",
+            next_step="give --ps-hosts HOST:PORT,… --worker-hosts HOST:PORT,… --job-name ps|worker "
+            "--task-index N.",
+        )
+    servers = _addresses("--ps-hosts", flags.ps_hosts)
+    workers = _addresses("--worker-hosts", flags.worker_hosts)
+    peers = servers if job == "ps" else workers
+    if not 0 <= index < len(peers):
+        raise UsageError(
+            f"There is no {job} {index} among {len(peers)}.",
+            next_step=f"give --task-index 0 to {len(peers) - 1}, or name more hosts.",
+        )
+    return Role(job, index, len(servers), len(workers), servers[0], hosts.network_interface)
+
+
+def _addresses(flag: str, text: str) -> list[Address]:
+    addresses = [Address.parse(part.strip()) for part in text.split(",") if part.strip()]
+    if not addresses:
+        raise UsageError(f"{flag} names nobody.", next_step=f"say {flag} HOST:PORT,HOST:PORT.")
+    return addresses
+
+
+def by_hand_config(
+    role: Role, flags: TrainingFlags, hosts: HostFlags, run: RunFlags, typed: Mapping[str, str]
+) -> TrainingConfig:
+    """Make of the flags what a process trains that is started by hand.
+
+    `typed` has the flags as typed, by parameter; UsageError for one that is of no meaning to it.
+    """
+    if hosts.launched_size is not None:
+        raise UsageError(
+            "A launcher has started this process, which is to be started by hand.",
+            next_step="start it without one, or leave --job-name out.",
+        )
+    if flags.kungfu is not None or any(canonical(name) != STRATEGY for name in flags.strategies or ()):
+        raise UsageError(
+            "Servers and workers that are started by hand train with parameter-server.",
+            next_step="leave --strategies and --kungfu out.",
+        )
+    check_by_hand(typed, is_server=role.is_server)
+    device = device_of(flags.device, no_cuda=flags.no_cuda)
+    config = config_of(
+        role,
+        trained_config(flags, run.seed, device, DEFAULT_BATCH_SIZE),
+        num_iterations=one_of({"--num-iters": flags.pairs, "--iterations": flags.iterations}),
+        num_warmup=flags.num_warmup,
+    )
+    options = options_of((STRATEGY,), flags.option)
+    return msgspec.structs.replace(config, options=options, **slow_worker(flags.slow_worker))
+
+
+def check_by_hand(typed: Mapping[str, str], *, is_server: bool) -> None:
+    """Raise UsageError for a flag that means nothing by hand."""
+    for name, shown in typed.items():
+        if name not in BY_HAND:
+            raise UsageError(
+                f"{shown} means nothing to a process that is started by hand, which --job-name is for.",
+                next_step="leave one of them out.",
+            )
+        if is_server and name in _OF_WORKERS:
+            raise UsageError(
+                f"A server measures nothing that {shown} could hold.", next_step="give it to the workers."
+            )
+
+
+def config_of(
+    role: Role, config: TrainingConfig, *, num_iterations: int | None, num_warmup: int | None
+) -> TrainingConfig:
+    """What a process that is started by hand trains: the same, with plain SGD, iteration by iteration."""
+    return msgspec.structs.replace(
+        config,
+        strategies=(STRATEGY,),
+        num_workers=role.num_workers,
+        num_servers=role.num_servers,
+        num_warmup=num_warmup or DEFAULT_WARMUP,
+        iterations=num_iterations or DEFAULT_ITERATIONS,
+        momentum=0.0,
+    )
 
 
 class WorkerByHand:
@@ -61,7 +209,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
     say(f"Device: {config.device}")
     say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
     with _taking(role) as group:
-        trainee = trainee_of(config, role.index, torch.device(config.device))
+        trainee = trainee_of(config, role.index, _device(config))
         with _strategy(group, config).attach(trainee.model, trainee.optimizer):
             say("Running warmup...")
             warm_s = statistics.median(_timed(trainee, 0.0) for _ in range(config.num_warmup))
@@ -71,10 +219,17 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
                 yield _timed(trainee, sleep_s)
 
 
+def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
+    """Be a parameter server until all workers have left; its RESULT has what it has counted."""
+    counted = serve(role, config, say)
+    say(f"All workers have left: {counted['num_applied']} gradients of {counted['num_pushes']} applied.")
+    return {"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}
+
+
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
-        trainee = trainee_of(config, 0, torch.device(config.device))
+        trainee = trainee_of(config, 0, _device(config))
         strategy = _strategy(group, config)
         say(
             f"Server {role.index} of {role.num_servers}, for {role.num_workers} workers, met at "
@@ -87,14 +242,24 @@ def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _taking(role: Role) -> Iterator[Group]:
-    """The group of all roles, with this process in its own."""
+    """Open the group of all roles, with this process in its own."""
+    from shoal.group import init
+
     os.environ.update(role.variables)
     with init(num_servers=role.num_servers) as group:
         yield group
 
 
 def _strategy(group: Group, config: TrainingConfig) -> ParameterServer:
+    from shoal.strategies import ParameterServer
+
     return ParameterServer(group, **config.options.get(STRATEGY, {}))
+
+
+def _device(config: TrainingConfig) -> torch.device:
+    import torch
+
+    return torch.device(config.device)
 
 
 def _timed(trainee: Trainee, sleep_s: float) -> float:
@@ -104,3 +269,40 @@ def _timed(trainee: Trainee, sleep_s: float) -> float:
     trainee.step()
     trainee.synchronize()
     return time.perf_counter() - began_s
+
+
+# --- results ---
+
+
+def summarize_worker(report: Report) -> dict[str, Any]:
+    """The RESULT of one worker."""
+    config, speed = msgspec.convert(report.config, TrainingConfig), _row(report, OWN_SPEED)
+    result: dict[str, Any] = {
+        "strategy": STRATEGY,
+        "model": config.model,
+        "num_workers": config.num_workers,
+        "num_servers": config.num_servers,
+        "batch_size": config.batch_size,
+        "num_iterations": 0,
+    }
+    if speed is not None:
+        spread = Spread.of(speed.samples)
+        result |= {
+            "rank": speed.key["rank"],
+            "num_iterations": len(speed.samples),
+            "examples_per_s": round(spread.mean, 1),
+            "error": round(spread.error, 1),
+        }
+    failed = len(report.failed)
+    return {**result, "failed": failed} if failed else result
+
+
+def worker_items(report: Report) -> Items:
+    """What is printed of one worker's report, in the document's words."""
+    speed = _row(report, OWN_SPEED)
+    items: Items = [] if speed is None else [f"Img/sec per worker: {Spread.of(speed.samples)}"]
+    return [*items, *((f"failed: {row.error}", "red") for row in report.failed)]
+
+
+def _row(report: Report, metric: str) -> Row | None:
+    return next((row for row in report.rows if row.metric == metric and row.starts), None)

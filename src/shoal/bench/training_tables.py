@@ -1,37 +1,228 @@
-"""What `shoal bench training` prints: strategies beside the ceiling, workers' speeds, who waited for whom."""
+"""What the samples of `shoal bench training` say, and what is printed of them.
+
+Fractions of the ceiling, workers' speeds, who waited for whom and who was slow, and KungFu's figure lines.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from shoal.bench.contenders import is_free_running
-from shoal.bench.document_figures import Spread, workers_text
-from shoal.bench.training_kungfu import becomes_text, figure_lines
-from shoal.bench.training_rows import FRACTION, ITERATION, OWN_FRACTION, OWN_SPEED, SPEED
-from shoal.bench.training_summary import (
-    Waits,
-    by_rank,
-    by_strategy,
-    interval_of,
-    pooled,
-    slow_worker,
-    waits_of,
+import msgspec
+
+from shoal.bench.contenders import NONE, Spread, is_free_running, workers_text
+from shoal.bench.training import (
+    FRACTION,
+    ITERATION,
+    OPTIMIZERS,
+    OWN_FRACTION,
+    OWN_SPEED,
+    SPEED,
+    WAITED,
 )
 from shoal.report import Report, Row
-from shoal.report.statistics import percentiles
+from shoal.report.statistics import PERCENTILES, percentiles
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items
+from shoal.report.views import Items, title_line
+from shoal.strategies.registry import canonical
 
+Waits = dict[int, dict[int, float]]
+"""Seconds, by who waited and for whom."""
+CONFIDENCE = 0.95
+MIN_WAITED_SHARE = 0.2
+"""Of the time, by each who waited; a third slower is a quarter of it."""
+CLEARLY_SLOWER = 1.5
 MAX_RANKS = 8
 """More workers than this have no columns of their own."""
 _NOTABLE = 0.01
 """Shares of the time below this are not waiting."""
+_PREFIX = "FIGURE:"
+"""In KungFu's scripts the line says RESULT; here that is the report's."""
+
+
+def summarize_training(report: Report) -> dict[str, Any]:
+    """The RESULT line: medians over all blocks, by strategy, and the documents' mean and 1.96 deviations."""
+    speeds, fractions = by_strategy(report, SPEED), by_strategy(report, FRACTION)
+    own_speeds, own_fractions = by_rank(report, OWN_SPEED), by_rank(report, OWN_FRACTION)
+    times_s = {name: pooled(rows) for name, rows in by_rank(report, ITERATION).items()}
+    result: dict[str, Any] = {
+        "headline": headline(report),
+        "device": report.config.get("device", "cpu"),
+        "image_size": report.config.get("image_size"),
+        "examples_per_s": {name: round(_median(row), 1) for name, row in speeds.items()},
+        "examples_per_s_mean": {name: _rounded(row) for name, row in speeds.items()},
+        "examples_per_s_per_worker": {
+            name: [_rounded(rows[rank]) for rank in sorted(rows)] for name, rows in own_speeds.items()
+        },
+        "fraction_of_ceiling": {name: round(_median(row), 4) for name, row in fractions.items()},
+        "fraction_interval": {name: interval_of(row) for name, row in fractions.items()},
+        "seconds_per_iteration": {
+            name: {f"p{q}": round(value, 6) for q, value in zip(PERCENTILES, percentiles(times), strict=True)}
+            for name, times in times_s.items()
+        },
+    }
+    if own_fractions:
+        result["fraction_by_rank"] = {
+            name: [round(_median(rows[rank]), 4) for rank in sorted(rows)]
+            for name, rows in own_fractions.items()
+        }
+    slow, evidence = slow_worker(report)
+    if slow is not None or report.config.get("slow_rank") is not None:
+        result |= {"slow_worker": slow, "slow_worker_evidence": evidence}
+    failed = len(report.failed)
+    return {**result, "failed": failed} if failed else result
+
+
+def headline(report: Report) -> list[str]:
+    """What a person wants to know first: who was fastest, and who keeps its speed beside a slow worker."""
+    fractions, speeds = by_strategy(report, FRACTION), by_strategy(report, SPEED)
+    sentences = []
+    if fractions:
+        best = max(fractions, key=lambda name: _median(fractions[name]))
+        first = f"Fastest of {len(fractions)}: {best}" if len(fractions) > 1 else best
+        sentences.append(
+            f"{first}, {digits(_median(speeds[best]))} examples/s, "
+            f"{_median(fractions[best]):.2f} of what workers reach that share nothing."
+        )
+    slow = report.config.get("slow_rank")
+    kept = {
+        name: statistics.median(_median(row) for rank, row in rows.items() if rank != slow)
+        for name, rows in by_rank(report, OWN_FRACTION).items()
+        if name != NONE and len(rows) > 1
+    }
+    if kept:
+        order = sorted(kept, key=lambda name: kept[name], reverse=True)
+        sentences.append(
+            f"While rank {slow} is {report.config.get('slow_factor', 10):g} times as slow, the others keep "
+            f"of their own speed: {', '.join(f'{kept[name]:.2f} under {name}' for name in order)}."
+        )
+    return sentences
+
+
+def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
+    """The rank that most strategies show to be the slow one, and what each of them shows; None for nobody."""
+    votes: dict[int, int] = {}
+    evidence: dict[str, str] = {}
+    waits = waits_of(report)
+    for name, rows in by_rank(report, ITERATION).items():
+        rank, says = None, ""
+        if name in waits:
+            waited_s = dict.fromkeys(rows, 0.0)
+            for waited in waits[name].values():
+                for other, seconds in waited.items():
+                    waited_s[other] += seconds
+            rank = slowest_by_waits(waited_s, sum(next(iter(rows.values())).samples))
+            if rank is not None:
+                says = f"rank {rank} is the slow one: others waited {digits(waited_s[rank])} s for it"
+        if rank is None and is_free_running(name, report.config.get("options", {})):
+            found = slowest_by_times({rank: row.samples for rank, row in rows.items()})
+            if found is not None:
+                rank, factor = found
+                says = f"rank {rank} is the slow one: its iterations take {digits(factor)} times as long"
+        if rank is not None:
+            votes[rank] = votes.get(rank, 0) + 1
+            evidence[name] = says
+    return (max(votes, key=lambda rank: votes[rank]) if votes else None), evidence
+
+
+def waits_of(report: Report) -> dict[str, Waits]:
+    """By strategy: how long each worker waited for each other one, in all blocks."""
+    waits: dict[str, Waits] = {}
+    for row in _rows(report, WAITED):
+        who, whom = int(row.key["rank"]), int(row.key["waited_for"])
+        waits.setdefault(str(row.key["strategy"]), {}).setdefault(who, {})[whom] = sum(row.samples)
+    return waits
+
+
+def interval_of(row: Row) -> list[float] | None:
+    """Where the median of a row lies, at 95 %."""
+    interval = median_interval(row.samples)
+    return None if interval is None else [round(end, 4) for end in interval]
+
+
+def by_strategy(report: Report, metric: str) -> dict[str, Row]:
+    """Rows of a metric that are of all workers together."""
+    return {str(row.key["strategy"]): row for row in _rows(report, metric)}
+
+
+def by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
+    """Rows of a metric that are of one worker, by strategy."""
+    rows: dict[str, dict[int, Row]] = {}
+    for row in _rows(report, metric):
+        rows.setdefault(str(row.key["strategy"]), {})[int(row.key["rank"])] = row
+    return rows
+
+
+def pooled(rows: dict[int, Row]) -> list[float]:
+    """The samples of all workers."""
+    return [sample for row in rows.values() for sample in row.samples]
+
+
+def _rows(report: Report, metric: str) -> Iterable[Row]:
+    return (row for row in report.rows if row.metric == metric and row.starts)
+
+
+def _median(row: Row) -> float:
+    return statistics.median(row.samples)
+
+
+def _rounded(row: Row) -> list[float]:
+    speed = Spread.of(row.samples)
+    return [round(speed.mean, 1), round(speed.error, 1)]
+
+
+def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """Where the median of what was sampled lies, at least this surely, whatever its distribution.
+
+    Between two order statistics, by the binomial distribution; None where there are too few samples for any
+    two to be far enough apart (5 at 95 %).
+    """
+    count = len(samples)
+    outside, depth = 0.0, 0
+    while depth < count:
+        outside += math.comb(count, depth) / 2**count
+        if 2 * outside > 1 - confidence:
+            break
+        depth += 1
+    if depth == 0:
+        return None
+    ordered = sorted(samples)
+    return ordered[depth - 1], ordered[-depth]
+
+
+def slowest_by_waits(waited_s: Mapping[int, float], measured_s: float) -> int | None:
+    """The rank for which the others waited, where it is clearly one and clearly matters.
+
+    `waited_s` is by the rank that was waited for, summed over those who waited; `measured_s` is how long one
+    of them was watched.
+    """
+    if len(waited_s) < 2:
+        return None
+    first, second = sorted(waited_s, key=lambda rank: waited_s[rank], reverse=True)[:2]
+    num_waiting = len(waited_s) - 1
+    is_much = waited_s[first] >= MIN_WAITED_SHARE * measured_s * num_waiting
+    return first if is_much and waited_s[first] >= 2 * waited_s[second] else None
+
+
+def slowest_by_times(times_s: Mapping[int, Sequence[float]]) -> tuple[int, float] | None:
+    """The rank whose own iterations take clearly longer, and how many times as long as the others'."""
+    medians = {rank: statistics.median(times) for rank, times in times_s.items() if times}
+    if len(medians) < 2:
+        return None
+    slowest = max(medians, key=lambda rank: medians[rank])
+    others = statistics.median(time_s for rank, time_s in medians.items() if rank != slowest)
+    return (slowest, medians[slowest] / others) if medians[slowest] >= CLEARLY_SLOWER * others else None
+
+
+# --- tables ---
 
 
 def training_items(report: Report) -> Items:
     """The tables, a sentence for each strategy that shows who was slow, and KungFu's figure lines."""
-    items: Items = [(f"training  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items: Items = [title_line(report), ""]
     if kungfu := report.config.get("kungfu"):
         items += [becomes_text(kungfu), ""]
     items += [
@@ -154,3 +345,52 @@ def _ranks(by_name: dict[str, dict[int, Row]] | dict[str, dict[int, None]]) -> l
 def _plus_minus(row: Row) -> str:
     speed = Spread.of(row.samples)
     return f"{speed.mean:,.1f} ± {speed.error:,.1f}"
+
+
+# --- KungFu's words ---
+
+
+def becomes_text(name: str) -> str:
+    """What it is measured as, and on what."""
+    how = ""
+    if name.endswith("-nccl"):
+        how = ": the group itself carries it, on GPUs as on CPUs"
+    if "hierarchical" in name:
+        how += ", inside each machine first"
+    return f"{name} is the strategy {OPTIMIZERS[name]} here{how}."
+
+
+def figure_lines(report: Report) -> list[str]:
+    """For each strategy one: the first worker's examples/s, the error of 1.96 deviations, and what ran."""
+    lines = []
+    for row in report.rows:
+        if row.metric != OWN_SPEED or row.key.get("rank") != 0 or not row.starts:
+            continue
+        strategy = str(row.key["strategy"])
+        if strategy != NONE:
+            speed = Spread.of(row.samples)
+            facts = msgspec.json.encode(_facts(strategy, report.config)).decode()
+            lines.append(f"{_PREFIX} {speed.mean:f} +-{speed.error:f} {facts}")
+    return lines
+
+
+def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
+    """By the names that KungFu's line has."""
+    return {
+        "framework": "shoal",
+        "np": config.get("num_workers"),
+        "strategy": strategy,
+        "bs": config.get("batch_size"),
+        "model": config.get("model"),
+        "xla": False,
+        "kf-opt": config.get("kungfu") or _optimizer_of(strategy),
+        "fuse": True,
+        "nvlink": None,
+        "data": "synthetic",
+    }
+
+
+def _optimizer_of(strategy: str) -> str | None:
+    """What KungFu calls a strategy, where it has it."""
+    own = canonical(strategy)
+    return next((name for name, ours in OPTIMIZERS.items() if ours == own), None)

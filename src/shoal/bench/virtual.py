@@ -11,12 +11,13 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
+from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
 from shoal.report import Report
 from shoal.transport import (
@@ -68,16 +69,19 @@ def run_world(
 
 
 class VirtualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The world that is simulated."""
+    """The world that is simulated: its fields are the flags of `shoal bench virtual`."""
 
-    num_peers: int = 200
-    calls_per_s: int = 3
-    """Of each peer."""
-    seconds: int = 600
-    """Simulated."""
-    profile: str = "wan"
-    """A preset's name or a file."""
-    kind: str = "datagram"
+    num_peers: Annotated[int, flag("Peers in the world.", "--peers", ge=2)] = 200
+    calls_per_s: Annotated[int, flag("Calls of each peer in a simulated second.", ge=1)] = 3
+    seconds: Annotated[int, flag("Simulated seconds.", ge=1)] = 600
+    profile: Annotated[str, flag("The network: a preset's name or a TOML file.")] = "wan"
+    kind: Annotated[Literal["datagram", "stream"], flag("How they call.")] = "datagram"
+
+
+class VirtualRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; each start is a world."""
+
+    starts: Annotated[int, flag("Worlds, each in a process of its own.")] = 1
 
 
 class VirtualScenario:

@@ -1,4 +1,4 @@
-"""What all commands of `shoal bench` share: their common flags, and how one is run, saved and printed."""
+"""What all commands of `shoal bench` share: how a benchmark is run, saved and printed."""
 
 from __future__ import annotations
 
@@ -6,74 +6,21 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from shoal.bench.against import source_of
-from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark
-from shoal.bench.progress import show_progress
-from shoal.cli.bench_hosts import launched_size
+from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
+from shoal.bench.ranks import HostFlags
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import Items, diff_items, report_items
 
 if TYPE_CHECKING:
     from shoal.bench.ranks import Ranks
-
-NUM_STARTS = 5
-Starts = Annotated[
-    int | None,
-    typer.Option(help="Independent process starts; 5 or more to compare.", show_default=str(NUM_STARTS)),
-]
-Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Measured blocks of each kind in a start.", show_default=False)
-]
-Seed = Annotated[int, typer.Option(help="Of the first start; each further one adds 1.")]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help=f"Where to save; by default under {DEFAULT_FOLDER}/."),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the report's JSON there too; - is stdout."),
-]
-Against = Annotated[
-    str | None,
-    typer.Option(metavar="REF", help="A git revision or checkout to take turns with and compare to."),
-]
-
-
-Short = Annotated[bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")]
-OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
-Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
-
-
-def listed(text: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers between commas."""
-    try:
-        return [int(part) for part in listed(text)]
-    except ValueError:
-        raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
-
-
-def assignments(texts: list[str] | None) -> dict[str, str]:
-    """`name=value` each; hyphens in names are underscores."""
-    given = {}
-    for text in texts or ():
-        name, is_there, value = text.partition("=")
-        if not is_there or not name:
-            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
-        given[name.strip().replace("-", "_")] = value
-    return given
 
 
 def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
@@ -114,7 +61,7 @@ def run_and_tell(
     out = sys.stderr if to_stdout else sys.stdout
     with contextlib.ExitStack() as stack:
         starter = in_child if where is None else where
-        if benchmark in RANKED and launched_size() is not None:
+        if benchmark in RANKED and HostFlags().launched_size is not None:
             ranks = _join(stack, settings, against)
             if not ranks.is_first:
                 ranks.follow()
@@ -149,7 +96,7 @@ def run_and_tell(
             emit(encoded.decode().rstrip(), sys.stdout)
         else:
             emit(f"JSON: {write_atomically(outputs.json_file, encoded)}", out)
-    emit(result_line({**latest.result, **_took(latest), "report": str(path)}), out)
+    tell_result({**latest.result, **_took(latest), "report": str(path)}, out)
     if latest.failed:
         raise typer.Exit(1)
 

@@ -9,215 +9,190 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from shoal.cli.bench_common import (
-    JsonFile,
-    Outputs,
-    Quickly,
-    ReportFile,
-    assignments,
-    listed,
-    run_and_tell,
-    run_settings,
-)
-from shoal.cli.bench_trained import NumServers, servers_of
+from shoal.bench.contenders import NumServers, servers_of
+from shoal.bench.frame import RunFlags
+from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
+from shoal.cli.flags import listed, with_flags
 from shoal.core import UsageError
+from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.storage import write_atomically
 from shoal.report.tables import emit
 from shoal.report.views import Items
 
-Task = Literal["quadratic", "digits", "mnist", "text"]
 NUM_WORKERS, NUM_SEEDS = 8, 3
 SHORT_WORKERS, SHORT_STEPS = 4, 60
 IDEAL = "ideal"
 
 
-def compare(
-    context: typer.Context,
-    task: Annotated[Task, typer.Option(help="What is learned.")] = "digits",
+class CompareFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal compare`."""
+
+    task: Annotated[Literal["quadratic", "digits", "mnist", "text"], flag("What is learned.")] = "digits"
     num_workers: Annotated[
-        int | None,
-        typer.Option("--workers", "--np", "-np", min=1, help="Workers.", show_default=str(NUM_WORKERS)),
-    ] = None,
+        int | None, flag("Workers.", "--workers", "--np", "-np", ge=1, shown=str(NUM_WORKERS))
+    ] = None
     strategies: Annotated[
-        str,
-        typer.Option(
+        tuple[str, ...],
+        flag(
+            "Who takes part; options may follow a name: 'neighbor topology=ring'. 'all' is every one but ddp "
+            "and horovod; your own is package.module:Class.",
             metavar="NAME,...",
-            help="Who takes part; options may follow a name: 'neighbor topology=ring'. 'all' is every one "
-            "but ddp and horovod; your own is package.module:Class.",
         ),
-    ] = "all",
+    ] = ("all",)
     option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the --strategies that have it; may be given often."),
-    ] = None,
+        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
+    ] = {}
     profile: Annotated[
         str,
-        typer.Option(
+        flag(
+            "Of the network: lan, wan, home, three-continents, a file, or 'ideal': links cost nothing.",
             metavar="NAME|FILE",
-            help="Of the network: lan, wan, home, three-continents, a file, or 'ideal': links cost nothing.",
         ),
-    ] = "lan",
+    ] = "lan"
     between: Annotated[
         Literal["workers", "machines"],
-        typer.Option(
-            help="Whose links the profile describes; with 'machines' those inside one cost nothing."
-        ),
-    ] = "workers",
+        flag("Whose links the profile describes; with 'machines' those inside one cost nothing."),
+    ] = "workers"
     workers_per_machine: Annotated[
-        int | None,
-        typer.Option(min=1, help="For 'hierarchical', and --between.", show_default="4 of 8 workers or more"),
-    ] = None,
+        int | None, flag("For 'hierarchical', and --between.", ge=1, shown="4 of 8 workers or more")
+    ] = None
     compute_ms: Annotated[
-        str, typer.Option(metavar="MS|KIND:…", help="What a step costs a worker; also exponential:10.")
-    ] = "10",
+        str, flag("What a step costs a worker; also exponential:10.", metavar="MS|KIND:…")
+    ] = "10"
     stragglers: Annotated[
-        str, typer.Option(metavar="RANK:FACTOR,...", help="Whose steps take so many times as long.")
-    ] = "",
-    faults: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What goes wrong, and when.", show_default=False)
-    ] = None,
+        tuple[str, ...], flag("Whose steps take so many times as long.", metavar="RANK:FACTOR,...")
+    ] = ()
+    faults: Annotated[Path | None, flag("What goes wrong, and when.", metavar="FILE", shown=False)] = None
     elastic: Annotated[
         bool,
-        typer.Option(
-            "--elastic",
-            help="After a loss the others go on in a smaller group, under every strategy. So it is in any "
-            "case where --faults has workers join or leave.",
+        flag(
+            "After a loss the others go on in a smaller group, under every strategy. So it is in any case "
+            "where --faults has workers join or leave."
         ),
-    ] = False,
-    split: Annotated[
-        str, typer.Option(help="How examples are divided: iid, dirichlet:CONCENTRATION.")
-    ] = "iid",
+    ] = False
+    split: Annotated[str, flag("How examples are divided: iid, dirichlet:CONCENTRATION.")] = "iid"
     target: Annotated[
         float | None,
-        typer.Option(
+        flag(
+            "Seconds, bytes and steps are counted to it; of quadratic, a distance.",
             "--target-accuracy",
             "--target",
-            help="Seconds, bytes and steps are counted to it; of quadratic, a distance.",
-            show_default="by task",
+            shown="by task",
         ),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each.", show_default=str(NUM_SEEDS))
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of each worker.", show_default="by task")] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="by task")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Of each worker.", show_default="by task")
-    ] = None,
+    ] = None
+    seeds: Annotated[int | None, flag("Runs of each.", ge=1, shown=str(NUM_SEEDS))] = None
+    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="by task")] = None
+    eval_every: Annotated[int | None, flag("Steps between evaluations.", ge=1, shown="by task")] = None
+    batch_size: Annotated[int | None, flag("Of each worker.", ge=1, shown="by task")] = None
     lr_grid: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "Each strategy tries them once, with a seed that is none of the contest's, and competes with its "
+            "best.",
             metavar="RATE,...",
-            help="Each strategy tries them once, with a seed that is none of the contest's, and competes "
-            "with its best.",
-            show_default="4 rates by task",
+            shown="4 rates by task",
         ),
-    ] = None,
+    ] = None
     learning_rate: Annotated[
-        float | None,
-        typer.Option("--lr", "--learning-rate", help="The same for all, not tuned.", show_default=False),
-    ] = None,
-    momentum: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of SGD.", show_default="by task")
-    ] = None,
-    num_servers: NumServers = None,
+        float | None, flag("The same for all, not tuned.", "--lr", "--learning-rate", shown=False)
+    ] = None
+    momentum: Annotated[float | None, flag("Of SGD.", ge=0, le=1, shown="by task")] = None
+    num_servers: NumServers = None
     executor: Annotated[
         Literal["auto", "exact", "stacked"],
-        typer.Option(help="Each worker by itself, or all in one tensor, which some strategies cannot."),
-    ] = "auto",
-    real: Annotated[
-        bool, typer.Option("--real", help="The contest with real processes on this machine; tuning is not.")
-    ] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Has the files of MNIST.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The first; each further one adds 1.")] = 0,
-    short: Quickly = False,
+        flag("Each worker by itself, or all in one tensor, which some strategies cannot."),
+    ] = "auto"
+    real: Annotated[bool, flag("The contest with real processes on this machine; tuning is not.")] = False
+    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
     latex: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the results as a LaTeX table too.", show_default=False),
-    ] = None,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
+        Path | None, flag("Write the results as a LaTeX table too.", metavar="FILE", shown=False)
+    ] = None
+
+
+class CompareRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; a contest is one start with several seeds."""
+
+    seed: Annotated[int, flag("The first; each further one adds 1.")] = 0
+
+
+@with_flags("starts", "against")
+def compare(context: typer.Context, flags: CompareFlags, run: CompareRunFlags) -> None:
     """Every strategy at the same task, in the same world: by steps, by seconds, by bytes.
 
     In virtual time: worlds larger than this machine, and equal figures for equal seeds. The model, its
     initial weights, the division of the data, the batches and the number of steps are the same for all, and
     each has the same budget to choose its learning rate.
     """
-    from shoal.bench.compare_checks import check_contest
-    from shoal.bench.compare_settings import (
+    from shoal.bench.compare import (
         WORKERS_PER_MACHINE,
         CompareConfig,
+        check_contest,
         compared,
         compute_of,
         notes_of,
         stragglers_of,
         without_servers,
     )
-    from shoal.bench.compare_summary import summarize_compare
-    from shoal.bench.compare_tables import compare_items, latex_of
+    from shoal.bench.compare_tables import compare_items, latex_of, summarize_compare
     from shoal.simulate.task_facts import facts_of
     from shoal.simulate.world import Compute, World
     from shoal.strategies.registry import find
     from shoal.transport import FaultScript, Profile
 
-    if data_dir is not None and task != "mnist":
+    if flags.data_dir is not None and flags.task != "mnist":
         raise UsageError(
-            f"--data-dir has the files of MNIST, and {task} needs none.",
+            f"--data-dir has the files of MNIST, and {flags.task} needs none.",
             next_step="leave it out, or say --task mnist.",
         )
-    facts = facts_of(task)
-    size = num_workers or (SHORT_WORKERS if short else NUM_WORKERS)
-    named, common = listed(strategies), assignments(option)
+    facts = facts_of(flags.task)
+    size = flags.num_workers or (SHORT_WORKERS if run.short else NUM_WORKERS)
+    named, common = flags.strategies, flags.option
     contenders = compared(named, common)
     notes = notes_of(named, common)
-    has_machines = between == "machines" or any(
+    has_machines = flags.between == "machines" or any(
         find(contender.strategy)[0].needs_machines for contender in contenders
     )
+    workers_per_machine = flags.workers_per_machine
     if workers_per_machine is None and size >= 2 * WORKERS_PER_MACHINE and has_machines:
         workers_per_machine = WORKERS_PER_MACHINE
-        links = "as any others" if between == "workers" else "for nothing"
+        links = "as any others" if flags.between == "workers" else "for nothing"
         notes.append(f"{workers_per_machine} workers make a machine; they reach each other {links}.")
-    script = None if faults is None else FaultScript.load(faults)
-    if elastic or (script is not None and script.changes_workers):
+    script = None if flags.faults is None else FaultScript.load(flags.faults)
+    if flags.elastic or (script is not None and script.changes_workers):
         contenders, left_out = without_servers(contenders, named)
         notes += left_out
-    network = Profile() if profile == IDEAL else Profile.load(profile)
+    network = Profile() if flags.profile == IDEAL else Profile.load(flags.profile)
     if script is not None:
         script.check_names(network.places)
     world = World(
         num_workers=size,
         workers_per_machine=workers_per_machine,
         profile=network,
-        between=between,
-        compute=Compute(step_ms=compute_of(compute_ms), factors=stragglers_of(listed(stragglers))),
+        between=flags.between,
+        compute=Compute(step_ms=compute_of(flags.compute_ms), factors=stragglers_of(flags.stragglers)),
         faults=script,
-        elastic=elastic,
-        seed=seed,
+        elastic=flags.elastic,
+        seed=run.seed,
     )
-    steps = steps or (min(SHORT_STEPS, facts.steps) if short else facts.steps)
-    num_seeds = seeds or (1 if short else NUM_SEEDS)
+    steps = flags.steps or (min(SHORT_STEPS, facts.steps) if run.short else facts.steps)
+    num_seeds = flags.seeds or (1 if run.short else NUM_SEEDS)
     config = CompareConfig(
-        task=task,
+        task=flags.task,
         contenders=contenders,
         world=world,
-        num_servers=servers_of(num_servers, (contender.strategy for contender in contenders)),
-        split=split,
-        seeds=tuple(range(seed, seed + num_seeds)),
+        num_servers=servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
+        split=flags.split,
+        seeds=tuple(range(run.seed, run.seed + num_seeds)),
         steps=steps,
-        eval_every=eval_every or min(facts.eval_every, steps),
-        batch_size=batch_size or facts.batch_size,
-        momentum=facts.momentum if momentum is None else momentum,
-        learning_rates=_rates(lr_grid, learning_rate, facts.learning_rates, is_short=short),
-        target=_target(target, facts.target, is_share=facts.score == "accuracy"),
-        executor=executor,
-        is_real=real,
-        data_dir=None if data_dir is None else str(data_dir.absolute()),
+        eval_every=flags.eval_every or min(facts.eval_every, steps),
+        batch_size=flags.batch_size or facts.batch_size,
+        momentum=facts.momentum if flags.momentum is None else flags.momentum,
+        learning_rates=_rates(flags, facts.learning_rates, is_short=run.short),
+        target=_target(flags.target, facts.target, is_share=facts.score == "accuracy"),
+        executor=flags.executor,
+        is_real=flags.real,
+        data_dir=None if flags.data_dir is None else str(flags.data_dir.absolute()),
         notes=tuple(notes),
     )
     slow = check_contest(config)
@@ -227,17 +202,16 @@ def compare(
 
     def told(latest: Report) -> Items:
         items = compare_items(latest)
-        if latex is not None:
-            items.append(f"LaTeX: {write_atomically(latex, latex_of(latest).encode())}")
+        if flags.latex is not None:
+            items.append(f"LaTeX: {write_atomically(flags.latex, latex_of(latest).encode())}")
         return items
 
-    outputs = Outputs(report, json_file, told)
-    run_and_tell("compare", config, run_settings(context, 1, seed), summarize_compare, outputs)
+    outputs = Outputs(run.report, run.json_file, told)
+    run_and_tell("compare", config, run_settings(context, 1, run.seed), summarize_compare, outputs)
 
 
-def _rates(
-    grid: str | None, single: float | None, usual: tuple[float, ...], *, is_short: bool
-) -> tuple[float, ...]:
+def _rates(flags: CompareFlags, usual: tuple[float, ...], *, is_short: bool) -> tuple[float, ...]:
+    grid, single = flags.lr_grid, flags.learning_rate
     if grid is not None and single is not None:
         raise UsageError("--lr is for all, --lr-grid to choose from.", next_step="leave one of them out.")
     if single is not None:

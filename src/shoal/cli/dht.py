@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.live import ends_by_signal, live_line
 from shoal.cli.members import (
     IdentityFile,
     Insecure,
@@ -24,11 +23,11 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import counted, say
+from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
-from shoal.report.tables import emit, result_line
+from shoal.report.tables import tell_result
 from shoal.report.units import scale_for
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def dht(
             last = swarm.run(_moment(peer, began_s))
             listens = None if peer.is_client else str(peer.endpoint.addresses[0])
             result: dict[str, object] = {"peer_id": str(peer.peer_id), "address": listens}
-    emit(result_line({**result, **msgspec.structs.asdict(last)}), sys.stdout)
+    tell_result({**result, **msgspec.structs.asdict(last)}, sys.stdout)
 
 
 def _introduce(peer: DHT, *, is_new: bool) -> None:

@@ -14,11 +14,9 @@ import typer
 
 from shoal.core.errors import UsageError
 from shoal.report import pytorch
-from shoal.report.diff import compare
-from shoal.report.gate import UNDECIDED, Gate, check, parse_limit
-from shoal.report.judge import EFFECT_PERCENT
+from shoal.report.diff import EFFECT_PERCENT, UNDECIDED, Gate, check_gate, compare, parse_limit
 from shoal.report.storage import load, write_atomically
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import diff_items, unpaired_lines
 
 
@@ -45,7 +43,7 @@ def diff(
     for name, path in (("--json", json_file), ("--html", html_file)):
         refuse_to_overwrite(name, path, (baseline, test))
     comparison = compare(load(baseline), load(test), effect_percent=limit or EFFECT_PERCENT)
-    gate = Gate(0) if limit is None else check(comparison, limit)
+    gate = Gate(0) if limit is None else check_gate(comparison, limit)
     result = {**comparison.result(), "exit_code": gate.exit_code}
     to_stdout = json_file is not None and str(json_file) == "-"
     out = sys.stderr if to_stdout else sys.stdout
@@ -67,7 +65,7 @@ def diff(
             emit(f"Wrote {write_atomically(json_file, document)}", out)
     for reason in gate.reasons:
         emit(f"{'Not judged' if gate.exit_code == UNDECIDED else 'Failed'}: {reason}", sys.stderr)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if gate.exit_code:
         raise typer.Exit(gate.exit_code)
 

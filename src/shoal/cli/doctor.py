@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,21 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal import __version__
-from shoal.bench.findings import Finding, run_checks
-from shoal.bench.health import CHECKS
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
 from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
+from shoal.doctor.checks import CHECKS, CheckResult, results_table, run_checks, summary_of
 from shoal.report.storage import write_atomically
-from shoal.report.tables import WIDTH, Column, Line, Table, emit, result_line, show, wrap
+from shoal.report.tables import WIDTH, emit, show, tell_result, wrap
 
 if TYPE_CHECKING:
-    from shoal.bench.joining import Member
-    from shoal.bench.recording import Link
+    from shoal.doctor.joining import Member
 
-_STYLES = {"warn": "yellow", "fail": "bold red"}
 _JOIN_LIMIT_S = 20.0  # the steps have limits of their own, 15 s in all
 _MAX_LINES = 1000  # the latest about callers, each of which is told once
 DEFAULT_PROFILE = Path("recorded.toml")
@@ -101,7 +97,7 @@ def doctor(
         _record([Address.parse(peer) for peer in peers or ()], member, output or DEFAULT_PROFILE, json_file)
     else:
         findings = run_checks(CHECKS)
-        _tell(findings, _summary(findings), {}, json_file)
+        _tell(findings, summary_of(findings), {}, json_file)
 
 
 def _check_usage(
@@ -140,10 +136,10 @@ def _member(secret_file: Path | None, lists: Lists = (None, None), *, is_insecur
 
 
 def _join(target: Address, member: Member, listen: Address | None, json_file: Path | None) -> None:
-    from shoal.bench.advice import explain, summarize
-    from shoal.bench.joining import join
-    from shoal.bench.progress import show_progress
+    from shoal.bench.frame import show_progress
     from shoal.core import Deadline, LoopThread
+    from shoal.doctor.advice import explain, summarize
+    from shoal.doctor.joining import join
 
     with LoopThread() as loop, show_progress(f"doctor --join {target}") as tell:
         tell("calling it, and having it call back")
@@ -157,8 +153,8 @@ def _join(target: Address, member: Member, listen: Address | None, json_file: Pa
 
 
 def _serve(address: Address, member: Member) -> None:
-    from shoal.bench.joining import serve
     from shoal.core import LoopThread
+    from shoal.doctor.joining import serve
     from shoal.transport.network.sockets import is_wildcard
 
     told: dict[str, None] = {}
@@ -187,19 +183,19 @@ def _serve(address: Address, member: Member) -> None:
             loop.run(serve(address, member, on_ready=on_ready, on_caller=on_caller))
         except KeyboardInterrupt:
             say("")
-    emit(result_line({"num_lines": num_lines}), sys.stdout)
+    tell_result({"num_lines": num_lines}, sys.stdout)
 
 
 def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
-    from shoal.bench.progress import show_progress
-    from shoal.bench.recording import record, to_profile
+    from shoal.bench.frame import show_progress
     from shoal.core import SYSTEM_CLOCK, LoopThread
+    from shoal.doctor.recording import links_table, record, to_profile
 
     with LoopThread() as loop, show_progress("doctor --record") as tell:
         links = loop.run(record(peers, member, tell=tell))
     failed = [str(link.peer) for link in links if link.error]
     out = text_stream(json_file)
-    show([_links_table(links)], out)
+    show([links_table(links)], out)
     path = None
     if len(failed) < len(links):
         profile = to_profile(links, SYSTEM_CLOCK.wall_s())
@@ -212,7 +208,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
         "exit_code": 1 if failed else 0,
     }
     write_json({"shoal": __version__, "links": links, "result": result}, json_file)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if failed:
         raise typer.Exit(1)
 
@@ -220,7 +216,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
 # --- showing ---
 
 
-def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_file: Path | None) -> None:
+def _tell(findings: list[CheckResult], summary: str, more: dict[str, object], json_file: Path | None) -> None:
     names = {
         status: [finding.name for finding in findings if finding.status == status]
         for status in ("ok", "warn", "fail")
@@ -234,51 +230,8 @@ def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_f
         "exit_code": exit_code,
     }
     out = text_stream(json_file)
-    show([_table(findings), *wrap(summary, WIDTH)], out)
+    show([results_table(findings), *wrap(summary, WIDTH)], out)
     write_json({"shoal": __version__, "summary": summary, "checks": findings, "result": result}, json_file)
-    emit(result_line(result), out)
+    tell_result(result, out)
     if exit_code:
         raise typer.Exit(exit_code)
-
-
-def _table(findings: list[Finding]) -> Table:
-    table = Table(
-        "", (Column("check", "left"), Column("status", "left"), Column("finding", "left", wraps=True))
-    )
-    for index, finding in enumerate(findings):
-        table.rows.append((finding.name, finding.status, finding.says))
-        if finding.status != "ok":
-            note: Line = (f"Next: {finding.next_step}", _STYLES[finding.status])
-            table.notes[index] = note
-    return table
-
-
-def _links_table(links: list[Link]) -> Table:
-    numbers = map(Column, ("one way p50", "p95", "loss", "Mbit/s up", "down"))
-    table = Table("", (Column("peer", "left"), *numbers, Column("calls over", "left")))
-    for index, link in enumerate(links):
-        if link.error:
-            table.rows.append((str(link.peer), *("-" * 5), "failed"))
-            table.notes[index] = (f"{link.error} Next: {link.next_step}", _STYLES["fail"])
-            continue
-        delays_ms = sorted(link.delays_ms)
-        p50_ms, p95_ms = statistics.median(delays_ms), delays_ms[int(0.95 * len(delays_ms))]
-        loss = "-" if link.loss is None else f"{link.loss:.2%}"
-        speeds = ("-" if speed is None else f"{speed:,g}" for speed in (link.up_mbit_s, link.down_mbit_s))
-        table.rows.append(
-            (str(link.peer), f"{p50_ms:.3g} ms", f"{p95_ms:.3g} ms", loss, *speeds, link.way.upper())
-        )
-    return table
-
-
-def _summary(findings: list[Finding]) -> str:
-    warned, failed = (
-        [finding.name for finding in findings if finding.status == status] for status in ("warn", "fail")
-    )
-    if failed:
-        return f"Shoal cannot work here yet: see {', '.join(failed)}." + (
-            f" Advice on {', '.join(warned)}." if warned else ""
-        )
-    if warned:
-        return f"Shoal works here; there is advice on {', '.join(warned)}."
-    return "Shoal works here."

@@ -15,7 +15,7 @@ import typer
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
 from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, result_line
+from shoal.report.tables import emit, tell_result
 
 app = typer.Typer(
     help="Show or make this user's identity, and make secrets for swarms.",
@@ -99,7 +99,7 @@ def secret(
     """
     if file is None:
         emit(new_secret(), sys.stdout)  # alone there, so that a shell can take it
-        emit(result_line({"file": None}), sys.stderr)
+        tell_result({"file": None}, sys.stderr)
         return
     _refuse_folder(file)
     try:
@@ -122,7 +122,7 @@ def _report(result: dict[str, object], lines: list[str], json_file: Path | None)
         emit(document.decode().rstrip(), sys.stdout)
     elif json_file is not None:
         emit(f"Wrote {write_atomically(json_file, document)}", out)
-    emit(result_line(result), out)
+    tell_result(result, out)
 
 
 def _peer_id_at(path: Path) -> str | None:

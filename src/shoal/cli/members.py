@@ -17,7 +17,7 @@ from shoal.core.identity import Identity, default_identity_path
 from shoal.core.ids import Address
 
 if TYPE_CHECKING:
-    from shoal.bench.joining import Member
+    from shoal.doctor.joining import Member
 
 SecretFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The swarm's secret; SHOAL_SECRET where it is not given.")
@@ -40,7 +40,7 @@ def member_of(
     identity: Identity, secret_file: Path | None, lists: Lists = (None, None), *, is_insecure: bool = False
 ) -> Member:
     """Who has this identity and the secret that was given, by file or by environment, if any."""
-    from shoal.bench.joining import Member
+    from shoal.doctor.joining import Member
     from shoal.transport.trust.membership import Access, Membership
     from shoal.transport.trust.secret import SwarmSecret
 

@@ -10,12 +10,12 @@ import functools
 import logging
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperGroup
 
 from shoal._version import __version__
-from shoal.cli.bench import app as bench_app
 from shoal.cli.compare import compare
 from shoal.cli.dht import dht
 from shoal.cli.diff import diff
@@ -34,6 +34,7 @@ from shoal.report.tables import emit
 # Typer brings its own click in some versions and uses the installed one in others: take the one in use
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+_WHOLE = 1000  # letters: no first sentence is as long
 FAILED, BAD_USAGE, NOT_COMPARABLE, INTERRUPTED = 1, 2, 3, 130
 
 
@@ -44,8 +45,63 @@ def kebab(token: str) -> str:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": kebab, "max_content_width": 100}
 
+
+class Verbs(TyperGroup):
+    """Commands whose help has them in groups, each with its first sentence, which is never cut."""
+
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Names by heading; what stands in none is listed as Commands."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group."""
+        grouped = [name for names in self.groups.values() for name in names]
+        others = tuple(name for name in self.list_commands(ctx) if name not in grouped)
+        width = max(map(len, (*grouped, *others)), default=0)
+        for heading, names in {**self.groups, "Commands": others}.items():
+            found = {name: self.get_command(ctx, name) for name in names}
+            rows = [
+                (f"{name:{width}}", each.get_short_help_str(_WHOLE)) for name, each in found.items() if each
+            ]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+class ShoalVerbs(Verbs):
+    """The verbs of `shoal`, by what they are for."""
+
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Train": ("run", "scale"),
+        "Swarm": ("dht", "serve", "status", "keys"),
+        "Measure": ("bench", "compare", "doctor"),
+        "Look": ("top", "diff", "report"),
+    }
+
+
+class Benchmarks(Verbs):
+    """The commands of `shoal bench`, which are imported when one of them is asked for."""
+
+    @property
+    def commands(self) -> Any:
+        """All of them, by name."""
+        return _benchmarks()
+
+    @commands.setter
+    def commands(self, _: Any) -> None:
+        """Ignore those that typer knows of, which are none."""
+
+
+@functools.cache
+def _benchmarks() -> Any:
+    from shoal.cli.bench import app as bench_app
+
+    command: Any = typer.main.get_command(bench_app)
+    return command.commands
+
+
 app = typer.Typer(
     name="shoal",
+    cls=ShoalVerbs,
     help="Train one PyTorch model on many machines, and measure every way of doing so in the same terms.",
     epilog="Exit codes: 0 done, 1 failed or too slow, 2 bad usage, 3 not comparable, 130 interrupted.",
     no_args_is_help=True,
@@ -54,24 +110,49 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings=CONTEXT)(compare)
-app.command(context_settings=CONTEXT)(diff)
-app.command(context_settings=CONTEXT)(report)
-app.command(context_settings=CONTEXT)(doctor)
-app.command(context_settings=CONTEXT)(dht)
-app.command(context_settings=CONTEXT)(serve)
-app.command(context_settings=CONTEXT)(status)
-app.command(context_settings=CONTEXT)(scale)
-app.command(context_settings=CONTEXT)(top)
-# what follows PROGRAM is the program's own, options and all
-app.command(
-    "run",
+
+
+def _add(verb: Any, short_help: str, **more: Any) -> None:
+    """Add a verb with the line that `shoal --help` has of it."""
+    app.command(short_help=short_help, **{"context_settings": CONTEXT, **more})(verb)
+
+
+_add(compare, "Compare strategies at one task in one simulated world.")
+_add(diff, "Compare two reports row by row; negative is worse.")
+_add(report, "Write reports as one HTML page.")
+_add(doctor, "Check this machine, its network, and the way to a swarm.")
+_add(dht, "Be a peer of a swarm's DHT, until Ctrl-C.")
+_add(serve, "Serve experts to other peers, until Ctrl-C.")
+_add(status, "Show who is in a swarm, and what each peer holds.")
+_add(scale, "Change the number of workers of a run under way.")
+_add(top, "Watch a run: its workers' steps, speeds and waits.")
+_add(
+    run_program,
+    "Run a program in several workers, here or on other machines.",
+    name="run",
+    # what follows PROGRAM is the program's own, options and all
     context_settings={**CONTEXT, "allow_interspersed_args": False},
     epilog="Exit codes: 0 done, 2 wrong usage, 124 after --timeout, 128 + N after signal N, otherwise the "
     "code of the worker that failed.",
-)(run_program)
-app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
-app.add_typer(keys_app, name="keys", context_settings=CONTEXT)
+)
+app.add_typer(
+    typer.Typer(
+        cls=Benchmarks,
+        help="Measure; every benchmark saves a report.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    ),
+    name="bench",
+    short_help="Run a benchmark and save its report.",
+    context_settings=CONTEXT,
+)
+app.add_typer(
+    keys_app,
+    name="keys",
+    cls=Verbs,
+    short_help="Show or make identities and secrets.",
+    context_settings=CONTEXT,
+)
 
 
 class _Visible(logging.Formatter):

@@ -12,7 +12,7 @@ from shoal.cli.diff import refuse_to_overwrite
 from shoal.report.html import write_reports
 from shoal.report.picture import draw
 from shoal.report.storage import load, write_atomically
-from shoal.report.tables import emit, result_line, show
+from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import report_items
 
 
@@ -62,4 +62,4 @@ def report(
         "num_rows": sum(len(item.rows) for item in reports),
         "failed": sum(len(item.failed) for item in reports),
     }
-    emit(result_line(result), sys.stdout)
+    tell_result(result, sys.stdout)

@@ -14,18 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.host_flags import (
+from shoal.cli.flags import parameter_of, with_flags, with_parameters
+from shoal.cli.output import say
+from shoal.core import Address, UsageError
+from shoal.core.run_options import (
+    AllReduceChoice,
+    EncryptChoice,
+    Env,
+    Flag,
     Hostfile,
     NetworkInterface,
+    OptionInfo,
     RemoteCwd,
     RemotePython,
+    RunOptions,
     SshOption,
     SshPort,
     SshUser,
 )
-from shoal.cli.output import say
-from shoal.core import Address, UsageError
-from shoal.core.run_options import AllReduceChoice, EncryptChoice, Env, RunOptions
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
 
@@ -46,26 +52,22 @@ def _strategy_flag(name: str) -> inspect.Parameter:
     having = [row for row in BUILT_IN.values() if name in row.options.__struct_fields__]
     option = next(each for each in describe_options(having[0].options) if each.name == name)
     whose = f"For {' and '.join(row.name for row in having)}: " if len(having) <= _MOST_NAMED else ""
-    choices = f" ({option.kind.replace('|', ', ')})" if "|" in option.kind else ""
+    choices = f" ({option.kind.replace('|', ', ')})" if option.choices else ""
     text = f"{whose}{option.description}{choices}."
-    kind: Any = {"int": int, "float": float}.get(option.kind, str)
-    said = typer.Option(metavar=_METAVARS.get(option.kind, "NAME"), help=text[:1].upper() + text[1:])
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, said]
-    )
+    kind = {"int": int, "float": float}.get(option.kind, str)
+    said = OptionInfo(name, kind, None, text[:1].upper() + text[1:])
+    return parameter_of(said, Flag(metavar=_METAVARS.get(option.kind, "NAME")))
 
 
 def _with_strategy_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb the flags, after --strategy; it gets those that were given among its keyword arguments."""
-    signature = inspect.signature(verb, eval_str=True)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [one for one in inspect.signature(verb, eval_str=True).parameters.values() if one.name != "named"]
     place = 1 + [one.name for one in own].index("strategy")
     own[place:place] = map(_strategy_flag, STRATEGY_FLAGS)
-    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
-    verb.__signature__ = signature.replace(parameters=keyword_only)  # type: ignore[attr-defined]
-    return verb
+    return with_parameters(verb, own)
 
 
+@with_flags()
 @_with_strategy_flags
 def run(
     program: Annotated[

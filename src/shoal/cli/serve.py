@@ -12,22 +12,23 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from shoal.cli.live import ends_by_signal, live_line
+from shoal.cli.flags import parameter_of, with_parameters
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
-from shoal.cli.output import counted, say
+from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
-from shoal.report.tables import emit, result_line
+from shoal.core.run_options import Flag, OptionInfo
+from shoal.experts.config import options
+from shoal.report.tables import tell_result
 from shoal.report.units import scale_for
 
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
-    from shoal.core.run_options import OptionInfo
     from shoal.experts.config import HostingConfig
     from shoal.experts.server.hosting import Hosting, HostStatus
 
@@ -38,34 +39,25 @@ _METAVARS = {"listen": "HOST:PORT", "join": "HOST:PORT", "checkpoint_dir": "DIR"
 
 
 def _flag(option: OptionInfo) -> inspect.Parameter:
-    flag = f"--{option.name.replace('_', '-')}"
-    kind: Any = option.value_type
-    names = [flag, *_ALIASES.get(option.name, ())]
+    """Make a flag that is None where it is not given: a file may say it then."""
+    name = f"--{option.name.replace('_', '-')}"
+    names: tuple[str, ...] = (name, *_ALIASES.get(option.name, ()))
+    kind: Any = option.type
     if option.value_type is bool:
-        names = [f"{flag}/--no-{flag.removeprefix('--')}"]
+        names = (f"{name}/--no-{name.removeprefix('--')}",)
     elif option.value_type is tuple:
         kind = list[str]
-    elif option.choices:
-        kind = Literal[option.choices]
     metavar = _METAVARS.get(option.name, "FILE" if option.name.endswith("_file") else None)
-    help_text = f"{option.description[:1].upper()}{option.description[1:]}."
-    has_default = option.default not in (None, (), False)
-    shown: Any = str(option.default) if has_default else False
-    said = typer.Option(*names, metavar=metavar, help=help_text, show_default=shown)
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, said]
-    )
+    shown = str(option.default) if option.default not in (None, (), False) else False
+    text = f"{option.description[:1].upper()}{option.description[1:]}."
+    said = OptionInfo(option.name, kind, None, text)
+    return parameter_of(said, Flag(names, metavar=metavar, shown=shown))
 
 
 def _with_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """The same, with a flag for each field of the configuration."""
-    from shoal.experts.config import options
-
-    signature = inspect.signature(verb, eval_str=True)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    flags = [_flag(option) for option in options()]
-    verb.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
-    return verb
+    """Give a verb a flag for each field of the configuration."""
+    own = [one for one in inspect.signature(verb, eval_str=True).parameters.values() if one.name != "flags"]
+    return with_parameters(verb, [*own, *map(_flag, options())])
 
 
 @_with_flags
@@ -115,7 +107,7 @@ def serve(
             ):  # a terminal that is gone must not keep experts from being saved
                 say("Leaving: finishing what was accepted. A second signal ends it at once.")
         last = hosting.moment()
-    emit(result_line({**result, **_summary(last)}), sys.stdout)
+    tell_result({**result, **_summary(last)}, sys.stdout)
 
 
 def _path(text: str | None) -> Path | None:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,13 +16,16 @@ import typer
 from shoal import __version__
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
 from shoal.cli.output import JsonFile, counted, text_stream, write_json
+from shoal.cli.top_view import Shot, View, swarm_metrics
 from shoal.core.ids import Address
 from shoal.report.statistics import percentiles
-from shoal.report.tables import WIDTH, Column, Table, emit, result_line, show, wrap
+from shoal.report.tables import WIDTH, Column, Table, show, tell_result, wrap
 from shoal.report.units import scale_for
 
 if TYPE_CHECKING:
+    from shoal.dht.blocking import Swarm
     from shoal.dht.crawl import Crawl, Visited
+
 
 _MAX_ROWS = 100  # of what is printed; JSON has them all
 _MAX_NAMED = 5
@@ -51,7 +55,7 @@ def status(
     Every peer that listens, with its records, round-trip time, uptime and version. It only asks, and leaves
     nothing behind. Peers that only dial out are not seen.
     """
-    from shoal.bench.progress import show_progress
+    from shoal.bench.frame import show_progress
     from shoal.dht.blocking import Swarm
     from shoal.dht.crawl import crawl
     from shoal.dht.node import DHT
@@ -66,12 +70,12 @@ def status(
     show([peers_table(seen), *notes], out)
     result = peers_result(seen)
     write_json({"shoal": __version__, **peers_document(seen), "result": result}, json_file)
-    emit(result_line(result), out)
+    tell_result(result, out)
 
 
 def peers_table(seen: Crawl) -> Table:
-    """The nearest first."""
-    from shoal.bench.facts import duration
+    """A row for each peer, the nearest first."""
+    from shoal.doctor.joining import duration
 
     numbers = map(Column, ("records", "size", "knows", "round trip", "up"))
     table = Table(
@@ -193,3 +197,52 @@ def _round_trip_s(visited: Visited) -> float:
 
 def _size(size_bytes: int) -> str:
     return scale_for("B", size_bytes).format(size_bytes)
+
+
+# --- for `shoal top --join`: looked at again and again by a visitor that joins nobody ---
+
+
+class SwarmSource:
+    """A swarm, from these addresses on."""
+
+    def __init__(self, swarm: Swarm, starts: Sequence[Address], limit: int) -> None:
+        self._swarm = swarm
+        self._starts = list(starts)
+        self._limit = limit
+
+    def look(self) -> Shot:
+        """Ask everybody; PeerUnreachable when nobody answers."""
+        from shoal.dht.crawl import crawl
+
+        seen = self._swarm.run(crawl(self._swarm.dht, self._starts, limit=self._limit))
+        return swarm_shot(seen, self._starts)
+
+
+def swarm_shot(seen: Crawl, starts: list[Address]) -> Shot:
+    """What is shown of it; rows stay where they are from one look to the next."""
+    # the round trips of two looks differ, and rows that change places are hard to follow
+    by_address = sorted(seen.peers, key=lambda one: str(one.peer.address))
+    table = peers_table(seen)
+    order = {one.peer.id.short: place for place, one in enumerate(by_address) if one.peer.id is not None}
+    rows = sorted(table.rows, key=lambda row: order[row[0]])
+    abouts = [one.about for one in seen.peers if one.about is not None]
+    num_records, record_bytes = sum(it.num_records for it in abouts), sum(it.record_bytes for it in abouts)
+    (median_s,) = percentiles((one.round_trip_s for one in seen.peers), (50,))
+    figures = (
+        ("peers", f"{len(seen.peers):,}"),
+        ("silent", f"{len(seen.silent):,}"),
+        ("records", f"{num_records:,}"),
+        ("size", scale_for("B", record_bytes).format(record_bytes)),
+        ("round trip", scale_for("s", median_s).format(median_s)),
+    )
+    view = View(
+        id=str(starts[0]),
+        title=f"Swarm of {counted(len(seen.peers), 'peer')}",
+        subtitle=f"from {', '.join(map(str, starts))}",
+        figures=figures,
+        table=dataclasses.replace(table, rows=rows),
+        notes=tuple(peers_notes(seen, starts))[1:],
+        series={"peers": float(len(seen.peers)), "records": float(num_records)},
+    )
+    document = {"shoal": __version__, **peers_document(seen)}
+    return Shot([view], view, document, swarm_metrics(seen), peers_result(seen))

@@ -1,31 +1,36 @@
 """`shoal top`: how far the workers of a running job are, or the peers of a swarm, kept up to date.
 
-0 it was looked at, 1 there was nothing to see.
+Jobs are those that run on this machine, or from it, as their workers note it on the board. 0 it was looked
+at, 1 there was nothing to see.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from shoal.cli.live import ends_by_signal
+from shoal import __version__
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
-from shoal.cli.output import JsonFile, say, text_stream, write_json
-from shoal.cli.top_jobs import JobSource
-from shoal.cli.top_view import Shot, Source, View
-from shoal.core import SYSTEM_CLOCK
-from shoal.core.board import VARIABLE, folders_to_read
-from shoal.core.errors import ShoalError, UsageError
+from shoal.cli.output import JsonFile, counted, ends_by_signal, say, text_stream, write_json
+from shoal.cli.top_view import Shot, ShotSource, View, job_metrics
+from shoal.core import SYSTEM_CLOCK, Clock, UsageError
+from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
+from shoal.core.errors import ShoalError
 from shoal.core.ids import Address
 from shoal.core.untrusted import visible
-from shoal.report.tables import Line, Table, emit, result_line, show, wrap
+from shoal.report.tables import Column, Line, Table, show, tell_result, wrap
+from shoal.report.units import digits, percent, scale_for
 
 
 def top(
@@ -101,17 +106,17 @@ def top(
     out = text_stream(json_file)
     show(_items(last.terminal), out)
     write_json({**last.document, "result": last.result}, json_file)
-    emit(result_line(last.result), out)
+    tell_result(last.result, out)
 
 
 @contextlib.contextmanager
 def _source(
     run: str | None, starts: list[Address], files: tuple[Path | None, Path | None], limit: int
-) -> Iterator[Source]:
+) -> Iterator[ShotSource]:
     if not starts:
         yield JobSource(run)
         return
-    from shoal.cli.top_peers import SwarmSource
+    from shoal.cli.status import SwarmSource
     from shoal.dht.blocking import Swarm
     from shoal.dht.node import DHT
 
@@ -122,7 +127,7 @@ def _source(
         yield SwarmSource(swarm, starts, limit)
 
 
-def _look(source: Source, run: str | None) -> Shot:
+def _look(source: ShotSource, run: str | None) -> Shot:
     """ShoalError when there is nothing to see."""
     shot = source.look()
     if shot.is_empty:
@@ -138,7 +143,7 @@ def _look(source: Source, run: str | None) -> Shot:
     return shot
 
 
-def _watch(source: Source, last: Shot, interval_s: float) -> Shot:
+def _watch(source: ShotSource, last: Shot, interval_s: float) -> Shot:
     """Until interrupted, or until there is nothing left to see; the last shot."""
     from rich.console import Console
     from rich.live import Live
@@ -165,8 +170,8 @@ def _watch(source: Source, last: Shot, interval_s: float) -> Shot:
     return last
 
 
-def _serve(source: Source, address: Address | None, interval_s: float) -> None:
-    from shoal.cli.top_web import serve
+def _serve(source: ShotSource, address: Address | None, interval_s: float) -> None:
+    from shoal.cli.top_view import serve
 
     def tell(at: Address) -> None:
         say(f"http://{at}/ shows it, /metrics is for Prometheus, /status.json for programs.")
@@ -195,3 +200,341 @@ def _lines(shot: Shot) -> list[Line]:
 
 def _width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
+
+
+# --- jobs ---
+
+_MAX_ROWS = 100
+_MAX_VALUES = 3
+_MAX_NAMED = 5
+_LATE_S = 10.0
+"""A worker whose last step is longer ago is told of."""
+_NOTICEABLE_SHARE = 0.1
+"""Of the others' time, and at least twice as much as for anybody else, before one is named."""
+_NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """One run, with all its workers as they were last seen."""
+
+    run: str
+    workers: tuple[Sighting, ...]
+    """Servers too."""
+    up_s: float
+    changes: tuple[str, ...] = ()
+    """Who has joined and left an elastic run while it was watched, the last ones."""
+
+    @property
+    def generation(self) -> int:
+        """Of an elastic run, the newest group that a worker is in; 0 for other runs."""
+        return max(one.note.generation for one in self.workers)
+
+    @property
+    def first(self) -> Sighting:
+        """The worker of the lowest rank."""
+        return self.workers[0]
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Examples a second of all workers together."""
+        return _sum(one.note.examples_per_s for one in self.live)
+
+    @property
+    def live(self) -> list[Sighting]:
+        """Workers that are there, without servers; of several strategies of one the first."""
+        there = [one for one in self.workers if one.state != "gone" and one.note.role == "worker"]
+        return list({one.note.rank: one for one in reversed(there)}.values())[::-1]
+
+    def mean(self, name: str) -> float | None:
+        """Over workers that have logged it."""
+        known = [one.note.values[name] for one in self.live if name in one.note.values]
+        return sum(known) / len(known) if known else None
+
+    def result(self) -> dict[str, Any]:
+        """The numbers of the job, for the RESULT line."""
+        note, states = self.first.note, Counter(one.state for one in self.workers)
+        return {
+            "run": self.run,
+            "program": note.program,
+            "strategy": note.strategy,
+            "size": note.size,
+            **({"generation": self.generation} if self.generation else {}),
+            "num_workers": len(self.live),
+            "num_hosts": len({one.note.host for one in self.workers}),
+            "num_stopped": states["stopped"],
+            "num_gone": states["gone"],
+            "step": max((one.note.step for one in self.live), default=0),
+            "steps_per_s": _mean(one.note.steps_per_s for one in self.live),
+            "examples_per_s": self.examples_per_s,
+            "loss": self.mean("loss"),
+            "sent_bytes": _sum(one.note.sent_bytes for one in self.live),
+            "received_bytes": _sum(one.note.received_bytes for one in self.live),
+            "up_s": round(self.up_s, 3),
+        }
+
+
+class JobSource:
+    """All jobs of this user, or the one whose name begins with `run`."""
+
+    def __init__(self, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._run = run
+        self._clock = clock
+        self._seen: dict[str, dict[int, str]] = {}
+        """By run, by number: the workers of elastic runs that were there at the last look."""
+        self._changes: dict[str, list[str]] = {}
+
+    def look(self) -> Shot:
+        """Read the board; UsageError for a name that fits several jobs."""
+        jobs = jobs_of(look(self._clock), self._clock.wall_s())
+        if self._run is not None:
+            jobs = _named(jobs, self._run)
+        return shot_of([self._followed(job) if job.generation else job for job in jobs])
+
+    def _followed(self, job: RunningJob) -> RunningJob:
+        """Add who has come and gone since the first look."""
+        now = {one.note.place: f"worker {one.note.place} on {one.note.host}" for one in job.live}
+        before = self._seen.get(job.run, now)
+        changes = self._changes.setdefault(job.run, [])
+        changes += [f"{before[number]} has left." for number in before if number not in now]
+        changes += [f"{now[number]} has joined." for number in now if number not in before]
+        del changes[:-_MAX_NAMED]
+        self._seen[job.run] = now
+        return replace(job, changes=tuple(changes))
+
+
+def jobs_of(sightings: Iterable[Sighting], wall_s: float) -> list[RunningJob]:
+    """The jobs of all sightings, the newest first."""
+    by_run: dict[str, list[Sighting]] = {}
+    for sighting in sightings:
+        by_run.setdefault(sighting.note.run, []).append(sighting.now())
+    by_run = {run: _of_present(found) for run, found in by_run.items()}
+    jobs = [
+        RunningJob(
+            run,
+            tuple(sorted(found, key=lambda one: (one.note.role == "server", one.note.rank, one.note.number))),
+            max(0.0, wall_s - min(one.note.began_s for one in found)),
+        )
+        for run, found in by_run.items()
+    ]
+    return sorted(jobs, key=lambda job: (job.up_s, job.run))
+
+
+def _of_present(found: list[Sighting]) -> list[Sighting]:
+    """Leave out workers of an elastic run that are gone and without whom it has gone on since."""
+    newest = max(one.note.generation for one in found)
+    return [one for one in found if one.state != "gone" or one.note.generation == newest]
+
+
+def shot_of(jobs: Sequence[RunningJob]) -> Shot:
+    """What is shown of them."""
+    views = [_view(job) for job in jobs]
+    terminal = views[0] if len(views) == 1 else _list(jobs)
+    results = [job.result() for job in jobs]
+    document = {
+        "shoal": __version__,
+        "jobs": [
+            {
+                **result,
+                "workers": [
+                    {**msgspec.to_builtins(one.note), "state": one.state, "age_s": round(one.age_s, 3)}
+                    for one in job.workers
+                ],
+            }
+            for job, result in zip(jobs, results, strict=True)
+        ],
+    }
+    result = results[0] if len(results) == 1 else {"num_jobs": len(jobs), "runs": [job.run for job in jobs]}
+    return Shot(views, terminal, document, job_metrics([one for job in jobs for one in job.workers]), result)
+
+
+def _named(jobs: Sequence[RunningJob], run: str) -> list[RunningJob]:
+    found = [job for job in jobs if job.run == run] or [job for job in jobs if job.run.startswith(run)]
+    if len(found) > 1:
+        raise UsageError(
+            f"{run} is the beginning of {', '.join(job.run for job in found)}.",
+            next_step="give more of the name.",
+        )
+    return found
+
+
+def _view(job: RunningJob) -> View:
+    note, shown = job.first.note, job.workers[:_MAX_ROWS]
+    steps = [one.note.step for one in job.live]
+    figures = [
+        ("workers", f"{len(job.live)} of {note.size}"),
+        ("generation", str(job.generation) if job.generation else _NOTHING),
+        ("step", _span(steps)),
+        ("examples/s", _rate(job.examples_per_s)),
+        *((name, _number(job.mean(name))) for name in _names(job)),
+        ("up", _age(job.up_s)),
+    ]
+    series = {"examples/s": job.examples_per_s, "loss": job.mean("loss")}
+    if job.examples_per_s is None:
+        series = {"steps/s": _mean(one.note.steps_per_s for one in job.live), **series}
+    hosts = list(dict.fromkeys(one.note.host for one in job.workers))
+    return View(
+        id=job.run,
+        title=f"{note.program or 'python'} · {note.strategy}",
+        subtitle=f"run {job.run} on {hosts[0] if len(hosts) == 1 else counted(len(hosts), 'host')}",
+        figures=tuple((label, value) for label, value in figures if value != _NOTHING),
+        table=_table(job, shown, hosts),
+        states=tuple(one.state for one in shown),
+        shares=tuple(one.note.wait_share for one in shown),
+        notes=tuple(_notes(job)),
+        series={name: value for name, value in series.items() if value is not None},
+    )
+
+
+def _table(job: RunningJob, shown: Sequence[Sighting], hosts: Sequence[str]) -> Table:
+    notes = [one.note for one in shown]
+    num_strategies = len({(note.number, note.strategy) for note in notes})
+    columns: list[tuple[Column, list[str]]] = [
+        (Column("worker", "left"), [_name(one) for one in shown]),
+        (Column("rank"), [str(note.rank) for note in notes] if job.generation else []),
+        (Column("host", "left"), [note.host for note in notes] if len(hosts) > 1 else []),
+        (Column("strategy", "left"), [note.strategy for note in notes] if num_strategies > 1 else []),
+        (Column("step"), [f"{note.step:,}" for note in notes]),
+        (Column("steps/s"), [_rate(note.steps_per_s) for note in notes]),
+        (Column("examples/s"), [_rate(note.examples_per_s) for note in notes]),
+        *((Column(name), [_number(note.values.get(name)) for note in notes]) for name in _names(job)),
+        (Column("sent"), [_size(note.sent_bytes) for note in notes]),
+        (Column("received"), [_size(note.received_bytes) for note in notes]),
+        (Column("waits"), [_wait(one) for one in shown]),
+        (Column("last beat"), [_beat(one) for one in shown]),
+    ]
+    told = [(column, cells) for column, cells in columns if any(cell != _NOTHING for cell in cells)]
+    return Table(
+        "", tuple(column for column, _ in told), list(zip(*(cells for _, cells in told), strict=True))
+    )
+
+
+def _notes(job: RunningJob) -> Iterator[str]:
+    if len(job.workers) > _MAX_ROWS:
+        yield f"The first {_MAX_ROWS} of {len(job.workers)} are shown; --json FILE has all."
+    yield from job.changes
+    num_there = len({one.note.rank for one in job.workers if one.note.role == "worker"})
+    if num_there < job.first.note.size:
+        yield (
+            f"{num_there} of {job.first.note.size} workers are here: the others have not begun, have left, "
+            "or run on other machines, of which the head of `shoal run` knows."
+        )
+    awaited: dict[int, float] = {}
+    for one in job.live:
+        if one.note.waits_for is not None and one.note.wait_share is not None:
+            share = one.note.wait_share / max(1, len(job.live) - 1)
+            awaited[one.note.waits_for] = awaited.get(one.note.waits_for, 0.0) + share
+    shares = sorted(awaited.values(), reverse=True)
+    if shares and shares[0] >= max(_NOTICEABLE_SHARE, 2 * sum(shares[1:2])):
+        worst = max(awaited, key=awaited.__getitem__)
+        told = percent(100 * shares[0], signed=False)
+        yield f"The others wait most for worker {worst}: {told} of their time."
+    for one in [one for one in job.workers if one.state != "running"][:_MAX_NAMED]:
+        what = "is stopped (SIGSTOP)" if one.state == "stopped" else "has ended without leaving the group"
+        yield f"Process {one.note.pid} of {_called(one)} on {one.note.host} {what}."
+    late = [one for one in job.workers if one.state == "running" and one.age_s > _LATE_S]
+    if late:
+        names = ", ".join(_called(one) for one in late[:_MAX_NAMED])
+        more = f" and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
+        yield f"No step for {_age(min(one.age_s for one in late))} or longer: {names}{more}."
+
+
+def _list(jobs: Sequence[RunningJob]) -> View:
+    left = [Column(name, "left") for name in ("run", "program", "strategy")]
+    right = [Column(name) for name in ("workers", "hosts", "step", "examples/s", "loss", "up")]
+    table = Table("", (*left, *right))
+    for job in jobs:
+        result = job.result()
+        table.rows.append(
+            (
+                job.run,
+                result["program"],
+                result["strategy"],
+                f"{result['num_workers']} of {result['size']}",
+                str(result["num_hosts"]),
+                f"{result['step']:,}",
+                _rate(job.examples_per_s),
+                _number(result["loss"]),
+                _age(job.up_s),
+            )
+        )
+    notes = (f"{counted(len(jobs), 'job')}; `shoal top RUN` shows one of them.",) if jobs else ()
+    return View("", "", table=table if jobs else None, notes=notes)
+
+
+def _names(job: RunningJob) -> list[str]:
+    """What was logged."""
+    return list(dict.fromkeys(name for one in job.workers for name in one.note.values))[:_MAX_VALUES]
+
+
+def _name(one: Sighting) -> str:
+    return _number_of(one) if one.note.role == "worker" else _called(one)
+
+
+def _called(one: Sighting) -> str:
+    return f"{one.note.role} {_number_of(one)}"
+
+
+def _number_of(one: Sighting) -> str:
+    """The rank, or the number of a worker of an elastic run, which stays while ranks change."""
+    return str(one.note.place if one.note.generation else one.note.rank)
+
+
+def _wait(one: Sighting) -> str:
+    note = one.note
+    if note.wait_share is None or note.size == 1:
+        return _NOTHING
+    share = f"{100 * note.wait_share:.0f}%"
+    return share if note.waits_for is None or share == "0%" else f"{share} for {note.waits_for}"
+
+
+def _beat(one: Sighting) -> str:
+    ago = _age(one.age_s)
+    return ago if one.state == "running" else f"{one.state}, {ago}"
+
+
+def _age(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return _NOTHING
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _span(steps: Sequence[int]) -> str:
+    if not steps:
+        return _NOTHING
+    low, high = min(steps), max(steps)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    return f"{value:,.0f}" if value >= 100 else digits(value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    return digits(value, 4) if math.isfinite(value) else str(value)
+
+
+def _size(size_bytes: int | None) -> str:
+    return _NOTHING if size_bytes is None else scale_for("B", size_bytes).format(size_bytes)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """None when nothing is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,12 +1,28 @@
-"""What `shoal top` shows at one moment, for the terminal and the web page alike."""
+"""What `shoal top` shows at one moment: for the terminal, as a web page, as JSON and for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
+from shoal.core import Address, Clock, LoopThread, ShoalError, UsageError
+from shoal.core.board import Sighting
 from shoal.report.tables import Line, Table
+
+if TYPE_CHECKING:
+    from shoal.transport.pages import PageServer, Site
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.dht.crawl import Crawl, Visited
+    from shoal.dht.wire import About
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,258 @@ class Shot:
         return not self.views
 
 
-class Source(Protocol):
+class ShotSource(Protocol):
     """Where shots come from."""
 
     def look(self) -> Shot:
         """See what there is now; may take a while."""
+
+
+# --- Prometheus: its text format, version 0.0.4 ---
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Labels = dict[str, object]
+
+
+class MetricLines:
+    """The text, metric by metric."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, kind: str, about: str, values: Iterable[tuple[Labels, float | None]]) -> None:
+        """One metric; values that are not known are left out, and so is a metric without any."""
+        known = [(labels, value) for labels, value in values if value is not None]
+        if known:
+            self._lines += [f"# HELP shoal_{name} {about}", f"# TYPE shoal_{name} {kind}"]
+            self._lines += [f"shoal_{name}{_labels(labels)} {_number(value)}" for labels, value in known]
+
+    def text(self) -> str:
+        """All metrics so far."""
+        return "".join(f"{line}\n" for line in self._lines)
+
+
+def look_metrics(age_s: float, *, is_failing: bool) -> str:
+    """Of `shoal top` itself."""
+    lines = MetricLines()
+    lines.add("top_up", "gauge", "0 while shoal top cannot look.", [({}, not is_failing)])
+    lines.add("top_last_look_seconds", "gauge", "Since its last look that succeeded.", [({}, age_s)])
+    return lines.text()
+
+
+def job_metrics(workers: Sequence[Sighting]) -> str:
+    """Of the workers of all jobs."""
+    lines = MetricLines()
+
+    def each(of: Callable[[Sighting], float | None]) -> list[tuple[Labels, float | None]]:
+        return [(_of(one), of(one)) for one in workers]
+
+    lines.add("jobs", "gauge", "Jobs that run.", [({}, len({one.note.run for one in workers}))])
+    lines.add("worker_up", "gauge", "1 while its process runs.", each(lambda one: one.state == "running"))
+    lines.add("worker_steps_total", "counter", "Steps of the optimizer.", each(lambda one: one.note.step))
+    lines.add("worker_steps_per_second", "gauge", "Steps a second.", each(lambda one: one.note.steps_per_s))
+    lines.add("worker_examples_total", "counter", "Examples taken.", each(lambda one: one.note.num_examples))
+    lines.add(
+        "worker_examples_per_second", "gauge", "Examples a second.", each(lambda one: one.note.examples_per_s)
+    )
+    values = [
+        ({**_of(one), "name": name}, value) for one in workers for name, value in one.note.values.items()
+    ]
+    lines.add("worker_value", "gauge", "What the program has logged, such as the loss.", values)
+    lines.add("worker_sent_bytes_total", "counter", "Bytes sent.", each(lambda one: one.note.sent_bytes))
+    lines.add(
+        "worker_received_bytes_total", "counter", "Bytes received.", each(lambda one: one.note.received_bytes)
+    )
+    lines.add("worker_wait_ratio", "gauge", "Share of time waited.", each(lambda one: one.note.wait_share))
+    waits = [({**_of(one), "for": rank}, wait) for one in workers for rank, wait in one.note.waited_s.items()]
+    lines.add("worker_waited_seconds_total", "counter", "Seconds waited for a rank.", waits)
+    lines.add("worker_last_beat_seconds", "gauge", "Since its last note.", each(lambda one: one.age_s))
+    return lines.text()
+
+
+def swarm_metrics(seen: Crawl) -> str:
+    """Of the peers of a swarm."""
+    lines = MetricLines()
+
+    def each(of: Callable[[About], float]) -> list[tuple[Labels, float | None]]:
+        return [(_peer(one), of(one.about)) for one in seen.peers if one.about is not None]
+
+    lines.add("swarm_peers", "gauge", "Peers that answered.", [({}, len(seen.peers))])
+    lines.add("swarm_silent_peers", "gauge", "Peers that did not answer.", [({}, len(seen.silent))])
+    lines.add("swarm_swarms", "gauge", "Swarms that do not know of each other.", [({}, seen.num_swarms)])
+    lines.add("peer_records", "gauge", "Records held.", each(lambda about: about.num_records))
+    lines.add("peer_record_bytes", "gauge", "Bytes of them.", each(lambda about: about.record_bytes))
+    lines.add("peer_contacts", "gauge", "Peers known.", each(lambda about: about.num_contacts))
+    lines.add("peer_up_seconds", "gauge", "Since it began.", each(lambda about: about.uptime_s))
+    lines.add(
+        "peer_round_trip_seconds",
+        "gauge",
+        "Of a call to it.",
+        [(_peer(one), one.round_trip_s) for one in seen.peers],
+    )
+    return lines.text()
+
+
+def _peer(one: Visited) -> Labels:
+    return {"peer": one.peer.id, "address": one.peer.address}
+
+
+def _of(one: Sighting) -> Labels:
+    note = one.note
+    labels: Labels = {"run": note.run, "role": note.role, "rank": note.rank, "host": note.host}
+    return {**labels, "strategy": note.strategy, "number": note.number}
+
+
+def _labels(labels: Labels) -> str:
+    inside = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    """Prometheus has its own words for what is none."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return f"{value:.10g}"
+
+
+# --- --web: the newest shot as a page that refreshes itself ---
+
+DEFAULT = Address("127.0.0.1", 8470)
+_MAX_POINTS = 600
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass
+class _Course:
+    """What one series was, for as long as its view is there."""
+
+    points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
+
+
+class LivePages:
+    """The newest shot, and the course of its series; filled by one thread, read by another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._shot: Shot | None = None
+        self._error = ""
+        self._looked_s = clock.now_s()
+        self._courses: dict[tuple[str, str], _Course] = {}
+
+    def put(self, shot: Shot) -> None:
+        """Keep another shot, and add it to the courses."""
+        now_s = self._clock.now_s()
+        kept: dict[tuple[str, str], _Course] = {}
+        for view in shot.views:
+            for name, value in view.series.items():
+                course = kept[view.id, name] = self._courses.get((view.id, name), _Course())
+                course.points.append((now_s, value))
+        self._courses, self._shot, self._error, self._looked_s = kept, shot, "", now_s
+
+    def fail(self, error: str) -> None:
+        """There is none now; the one before stays."""
+        self._error = error
+
+    def site(self) -> Site:
+        """The pages that are served, each made when it is asked for."""
+        from shoal.transport.pages import Page, Site
+
+        pages = {
+            "/": Page(_page, "text/html; charset=utf-8"),
+            "/view.json": Page(self._view, "application/json"),
+            "/status.json": Page(self._status, "application/json"),
+            "/metrics": Page(self._metrics, CONTENT_TYPE),
+        }
+        return Site(pages, "The page", headers=_HEADERS, is_for_browsers=True)
+
+    def _view(self) -> str:
+        now_s, shot = self._clock.now_s(), self._shot
+        views = [] if shot is None else [self._encode(view, now_s) for view in shot.views]
+        return _json({"age_s": now_s - self._looked_s, "error": self._error, "views": views})
+
+    def _encode(self, view: View, now_s: float) -> dict[str, Any]:
+        table = view.table
+        return {
+            "id": view.id,
+            "title": view.title,
+            "subtitle": view.subtitle,
+            "figures": view.figures,
+            "columns": [] if table is None else [[column.name, column.align] for column in table.columns],
+            "rows": [] if table is None else table.rows,
+            "states": view.states,
+            "shares": view.shares,
+            "notes": view.notes,
+            "series": {
+                name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course.points)]
+                for (owner, name), course in self._courses.items()
+                if owner == view.id
+            },
+        }
+
+    def _status(self) -> str:
+        known = {} if self._shot is None else self._shot.document
+        return _json({**known, "error": self._error, "looked_s_ago": round(self._age_s, 3)})
+
+    def _metrics(self) -> str:
+        """While looks fail, that alone: numbers of before would be taken for those of now."""
+        of_shot = "" if self._shot is None or self._error else self._shot.metrics
+        return look_metrics(self._age_s, is_failing=bool(self._error)) + of_shot
+
+    @property
+    def _age_s(self) -> float:
+        return self._clock.now_s() - self._looked_s
+
+
+def serve(source: ShotSource, listen: Address | None, interval_s: float, clock: Clock, tell: Tell) -> None:
+    """Look and serve until interrupted; without an address on the usual one, or a free one beside it."""
+    stage = LivePages(clock)
+    with LoopThread("shoal-top") as loop:
+        server = _opened(loop, stage.site(), listen)
+        try:
+            tell(server.address)
+            while True:
+                try:
+                    stage.put(source.look())
+                except ShoalError as error:
+                    stage.fail(error.what)
+                time.sleep(interval_s)
+        finally:
+            loop.run(server.__aexit__(None, None, None))
+
+
+Tell = Callable[[Address], None]
+
+
+def _opened(loop: LoopThread, site: Site, listen: Address | None) -> PageServer:
+    from shoal.transport.pages import PageServer
+
+    wanted = [listen] if listen is not None else [DEFAULT, Address(DEFAULT.host, 0)]
+    for address in wanted[:-1]:
+        try:
+            return loop.run(PageServer(address, site).__aenter__())
+        except UsageError:
+            continue
+    return loop.run(PageServer(wanted[-1], site).__aenter__())
+
+
+def _page() -> str:
+    return resources.files("shoal.cli").joinpath("assets", "top.html").read_text(encoding="utf-8")
+
+
+def _json(document: dict[str, Any]) -> str:
+    return msgspec.json.encode(document).decode()

@@ -1,7 +1,8 @@
 """What `shoal run` was asked for, as its workers find it in their environment; and options as such.
 
 An option is a field of a struct, `Annotated[TYPE, Meta(description=…)]`, where its name, type, default and
-description stand alone: flags, help texts and documentation are made of them.
+description stand alone: flags, help texts and documentation are made of them. `flag(…)` is such a Meta with
+what the command line needs beside that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -124,6 +126,54 @@ def own_run_id(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    """What the command line needs to know of an option beside its name, type, default and description."""
+
+    names: tuple[str, ...] = ()
+    """All names that users may type, where it is not the field's name alone: aliases of the documents."""
+    ge: float | None = None
+    le: float | None = None
+    """The limits of a number, as in msgspec's Meta."""
+    metavar: str | None = None
+    """What stands for the value in help texts."""
+    shown: str | bool = True
+    """What help texts show as the default: the default itself, this text, or nothing."""
+
+
+def flag(
+    text: str,
+    *names: str,
+    ge: float | None = None,
+    le: float | None = None,
+    metavar: str | None = None,
+    shown: str | bool = True,
+) -> msgspec.Meta:
+    """Describe an option that has a flag; `text` is its help."""
+    return msgspec.Meta(description=text, extra={"flag": Flag(names, ge, le, metavar, shown)})
+
+
+Hostfile = Annotated[
+    Path | None, flag("A file with one host on each line: host slots=N, or host:N.", metavar="FILE")
+]
+SshPort = Annotated[
+    int | None, flag("The port of sshd on the other hosts.", "-p", "--ssh-port", metavar="PORT")
+]
+SshUser = Annotated[str | None, flag("The user name on the other hosts.", metavar="NAME")]
+SshOption = Annotated[list[str] | None, flag("An option for ssh -o. Can be repeated.", metavar="NAME=VALUE")]
+RemotePython = Annotated[
+    str | None,
+    flag("The Python interpreter on the other hosts. Default: the same path as here.", metavar="PATH"),
+]
+RemoteCwd = Annotated[
+    str | None, flag("The folder on the other hosts. Default: the same as here.", metavar="DIR")
+]
+NetworkInterface = Annotated[
+    str | None, flag("The network interface between the machines, for example eth0.", metavar="NAME")
+]
+"""The flags of all commands that reach other hosts by ssh."""
+
+
+@dataclass(frozen=True, slots=True)
 class OptionInfo:
     """One option, as help texts and documentation show it."""
 
@@ -133,6 +183,8 @@ class OptionInfo:
     """It is the field's type without its limits."""
     default: Any
     description: str
+    flag: Flag | None = None
+    """What `flag` said of it, if it did."""
 
     @property
     def kind(self) -> str:
@@ -160,18 +212,32 @@ class OptionInfo:
 
 
 def describe_struct(kind: type[msgspec.Struct]) -> list[OptionInfo]:
-    """List the fields of a struct, all of which have defaults, in order."""
-    hints, defaults = get_type_hints(kind, include_extras=True), kind()
-    plain = {name: _without_limits(hints[name]) for name in kind.__struct_fields__}
-    return [OptionInfo(name, type_, getattr(defaults, name), text) for name, (type_, text) in plain.items()]
+    """List the fields of a struct that have defaults, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    described = []
+    for field in msgspec.structs.fields(kind):
+        has_factory = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if has_factory else field.default
+        if default is not msgspec.NODEFAULT:
+            described.append(describe_option(field.name, hints[field.name], default))
+    return described
 
 
-def _without_limits(hint: Any) -> tuple[Any, str]:
-    """Take the limits out of a field's type; the outermost description comes with it."""
-    description = ""
+def describe_option(name: str, hint: Any, default: Any) -> OptionInfo:
+    """Describe one option by its annotation; the outermost description and flag count."""
+    description, said = "", None
     while get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
-        description = description or next((note.description for note in notes if note.description), "")
+        for note in notes:
+            description = description or getattr(note, "description", None) or ""
+            said = said or (getattr(note, "extra", None) or {}).get("flag")
+    return OptionInfo(name, _without_limits(hint), default, description, said)
+
+
+def _without_limits(hint: Any) -> Any:
+    """Take the limits out of a type and of the parts of a union."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
-        hint = Union[tuple(_without_limits(part)[0] for part in get_args(hint))]  # noqa: UP007
-    return hint, description
+        hint = Union[tuple(_without_limits(part) for part in get_args(hint))]  # noqa: UP007
+    return hint

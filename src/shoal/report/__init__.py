@@ -1,7 +1,6 @@
 """What a benchmark measured: its schema, storage, statistics, diff, tables and HTML, without torch."""
 
-from shoal.report.diff import Diff, RowDiff, compare
-from shoal.report.judge import Judgement, Verdict
+from shoal.report.diff import Diff, Judgement, RowDiff, Verdict, compare
 from shoal.report.schema import Code, Curve, Report, Row
 from shoal.report.statistics import Summary, noise_floor, percentile, percentiles, summarize
 from shoal.report.storage import DEFAULT_FOLDER, default_path, load, save

@@ -1,28 +1,59 @@
 """One self-contained HTML page of reports or of a comparison; it opens from disk and never asks the network.
 
 The page's policy forbids any request. Plots are drawn by plotly.js, which the extra `report` brings along.
+Every value from a report is escaped. What a reader asks first comes first: headlines, a glance, courses,
+scaling, waits, staleness, every figure, and how it was run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module, resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from shoal.core.errors import ReportError, UsageError
 from shoal.core.untrusted import visible, visible_line
-from shoal.report.chapters import Section, chapter, environments, folded, how_it_ran
-from shoal.report.charts import forest_data
-from shoal.report.context import facts, headlines, notices, reports_table
-from shoal.report.diff import Diff
-from shoal.report.figures import Figures, Shown
-from shoal.report.schema import Report
-from shoal.report.sections import verdict_counts, verdicts_table
+from shoal.report.curves import is_histogram
+from shoal.report.diff import LABELS, Diff, RowDiff, Verdict, busy
+from shoal.report.plots import (
+    CONTENDERS,
+    MIN_SAMPLES,
+    NUM_COLOURS,
+    Colours,
+    PageFigures,
+    ReportGroup,
+    Shown,
+    bars_data,
+    beside_one_another,
+    curve_plots,
+    curves_title,
+    forest_data,
+    gathered,
+    group_reports,
+    histogram_plots,
+    is_wait,
+    overview_data,
+    percentile_plot,
+    percentile_view,
+    scaling_groups,
+    scaling_plots,
+    spread_data,
+    titled,
+    wait_plots,
+)
+from shoal.report.schema import Identity, Report, Row, Scalar, flatten, label_of, text
+from shoal.report.statistics import PERCENTILES, noise_floor, percentile, summarize
 from shoal.report.storage import write_atomically
+from shoal.report.units import Scale, percent, scale_for
+from shoal.report.views import headline, interval_text, shared_key, verdict_text
+
+# --- the page ---
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SCRIPTS = ("drawing.js", "rows.js", "lines.js", "page.js")
@@ -53,13 +84,15 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
     chapters: dict[str, list[Shown]] = {}
     for item in shown:
         chapters.setdefault(item.report.benchmark, []).append(item)
-    figures = Figures()
+    figures = PageFigures()
     parts = [
-        Part(name if len(chapters) > 1 else "", [*chapter(_named(items), figures), how_it_ran(_named(items))])
+        PagePart(
+            name if len(chapters) > 1 else "", [*chapter(_named(items), figures), how_it_ran(_named(items))]
+        )
         for name, items in chapters.items()
     ]
     if len(parts) > 1:
-        parts.append(Part("", [environments(shown)]))
+        parts.append(PagePart("", [environments(shown)]))
     else:
         parts[0].sections.append(environments(shown))
     about = facts(shown[0])
@@ -75,11 +108,11 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
         Shown(diff.baseline, "baseline", 0, sources[0]),
         Shown(diff.test, "test", 1, sources[1]),
     ]
-    figures = Figures()
+    figures = PageFigures()
     forest = figures.place("forest", rows=forest_data(diff))
     changes = Section("Change of the median", forest + verdicts_table(diff) + _how(HOW_TO_JUDGE))
     sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
-    parts = [Part("", sections)]
+    parts = [PagePart("", sections)]
     head = [
         f'<p class="counts">{verdict_counts(diff)}</p>',
         reports_table(shown),
@@ -114,21 +147,21 @@ def _how(words: str) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """Sections, under the name of their benchmark where a page has several."""
 
     name: str
     sections: list[Section]
 
 
-def _filled(parts: Sequence[Part]) -> Iterator[tuple[int, Part, list[tuple[str, Section]]]]:
+def _filled(parts: Sequence[PagePart]) -> Iterator[tuple[int, PagePart, list[tuple[str, Section]]]]:
     """The parts with their sections that say something, each with its place on the page."""
     for number, part in enumerate(parts):
         found = [(f"p{number}-{index}", section) for index, section in enumerate(part.sections)]
         yield number, part, [(place, section) for place, section in found if section.content]
 
 
-def contents(parts: Sequence[Part]) -> str:
+def contents(parts: Sequence[PagePart]) -> str:
     """Where everything is on the page; '' for a short one."""
     lines = []
     count = 0
@@ -142,7 +175,7 @@ def contents(parts: Sequence[Part]) -> str:
     return f'<nav aria-label="Contents"><ul>{"".join(lines)}</ul></nav>' if count > 3 else ""
 
 
-def body(parts: Sequence[Part]) -> str:
+def body(parts: Sequence[PagePart]) -> str:
     """All sections, in order."""
     written = []
     for number, part, found in _filled(parts):
@@ -159,7 +192,7 @@ def body(parts: Sequence[Part]) -> str:
 
 
 def _write(
-    path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: Figures
+    path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: PageFigures
 ) -> Path:
     data = {"plots": figures.plots, "sets": figures.sets}
     encoded = visible(msgspec.json.encode(data).decode()).replace("<", "\\u003c")
@@ -217,3 +250,561 @@ def _plotly() -> str:
         ) from error
     source: str = offline.get_plotlyjs()
     return source.replace("</script", "<\\/script")
+
+
+# --- one benchmark on a page ---
+
+MAX_OPEN_ROWS = 16
+"""A metric of more rows is folded."""
+SCALING_HOW = (
+    "Ideal is the fastest with the fewest workers, multiplied. Bars are the range of process starts."
+)
+STALENESS_HOW = "How many updates were made between the moment a gradient was computed at and its own update."
+WAITS_HOW = "A row of the map waited for a column, on average over the samples; more colour, longer wait."
+
+
+@dataclass(frozen=True)
+class Section:
+    """A named part of a page; `about` stands beside the name."""
+
+    name: str
+    content: str
+    about: str = ""
+
+
+def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
+    """All sections of the reports of one benchmark."""
+    colours: Colours = {}
+    glance = "" if is_diff else glance_tables(shown)
+    over, lines_are = curves_title(shown)
+    found = [
+        Section("At a glance", glance),
+        Section(over, curve_plots(shown, figures, colours), lines_are),
+        Section("Scaling", _noted(scaling_plots(shown, figures, colours), SCALING_HOW)),
+        Section("Who waited for whom", _noted(wait_plots(shown, figures), WAITS_HOW)),
+        Section("Staleness", _noted(histogram_plots(shown, figures, colours), STALENESS_HOW)),
+    ]
+    drawn = dict.fromkeys(scaling_groups(shown), True)
+    folds = []
+    for group in gathered(group_reports([item.report for item in shown])):
+        if all(map(is_histogram, group.present)):
+            continue
+        is_shown = (group.metric, group.unit, group.direction) in drawn or all(map(is_wait, group.present))
+        is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
+        section = _metric(group, shown, figures)
+        if is_shown or len(group.rows) > MAX_OPEN_ROWS:
+            folds.append(_fold(section, len(group.rows)))
+        else:
+            found.append(section)
+    found.append(Section("More figures", "".join(folds)))
+    return [section for section in found if section.content]
+
+
+def _fold(section: Section, num_rows: int) -> str:
+    parts = (section.name, section.about, f"{num_rows} row{'s' if num_rows > 1 else ''}")
+    return folded(" · ".join(part for part in parts if part), section.content)
+
+
+def how_it_ran(shown: Sequence[Shown]) -> Section:
+    """Command lines, configuration and results, folded unless they differ."""
+    configs = [
+        item.report.config | ({"seeds": item.report.seeds} if item.report.seeds else {}) for item in shown
+    ]
+    results = [
+        {name: value for name, value in item.report.result.items() if name != "headline"} for item in shown
+    ]
+    tables = (
+        ("Configuration", settings_table("config", configs, shown), _differ(configs)),
+        ("Result", settings_table("result", results, shown), False),
+    )
+    folds = [folded(name, content, is_open=is_open) for name, content, is_open in tables if content]
+    return Section("How it ran", commands(shown) + "".join(folds))
+
+
+def environments(shown: Sequence[Shown]) -> Section:
+    """Where everything ran."""
+    places = [item.report.environment for item in shown]
+    content = settings_table("environment", places, shown)
+    return Section("Environment", folded("Machine and versions", content) if content else "")
+
+
+def folded(name: str, content: str, *, is_open: bool = False) -> str:
+    """Content under a line that opens and closes it."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(name)}</summary>{content}</details>"
+
+
+def _differ(values: Sequence[object]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+def _noted(content: str, note: str) -> str:
+    return f'{content}<p class="how">{escape(note)}</p>' if content else ""
+
+
+def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> Section:
+    name = "Figures" if group.is_mixed else group.metric
+    table = statistics_table(group, shown)
+    content = table + _distribution(group, shown, figures) + _closer(group, shown, figures)
+    about = [
+        group.unit,
+        f"{group.direction} is better" if group.direction else "",
+        label_of(shared_key(group.present)),
+    ]
+    return Section(name, content, " · ".join(part for part in about if part))
+
+
+def _distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
+    """All rows on one axis; the percentiles of each beside it where they are times of a single report."""
+    if group.is_mixed or not group.has_samples:
+        return ""
+    overview = figures.place("overview", **overview_data(group), **_names(shown))
+    if len(shown) > 1:
+        return overview
+    rows = [(group.label(index), row) for index, row in enumerate(group.present)]
+    return beside_one_another(overview, percentile_plot(rows, figures, range(len(rows))))
+
+
+def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
+    """One row at a time: its percentiles in every report beside each other, and its samples by start."""
+    lines = [(index, line) for index, line in enumerate(group.rows) if _has_samples(line)]
+    if not lines or group.is_of_facts:
+        return ""
+    number = figures.open_set((item.label, item.number) for item in shown)
+    picker = figures.picker(number, "Row", [group.label(index) for index, _ in lines])
+    picker += "".join(swatch(item.number, item.label) for item in shown if item.label)
+    names = _names(shown)
+    parts = []
+    if len(shown) > 1:
+        bars = figures.place("bars", set=number, rows=[bars_data(line) for _, line in lines], **names)
+        parts.append(titled("percentiles", bars))
+        views = [percentile_view(line) for _, line in lines if _is_timed(line)]
+        if len(views) == len(lines):
+            together = {"y": views[0]["y"], "views": [view["views"][0] for view in views]}
+            parts.append(titled("share of samples", figures.place("lines", set=number, **together)))
+    spread = figures.place("spread", set=number, rows=[spread_data(line) for _, line in lines], **names)
+    content = (
+        f'<div class="controls">{picker}</div>'
+        + beside_one_another(*parts)
+        + titled("samples by process start", spread)
+    )
+    return folded("One row closer", content, is_open=len(shown) > 1)
+
+
+def _has_samples(line: Sequence[Row | None]) -> bool:
+    return any(row is not None and len(row.samples) > 1 for row in line)
+
+
+def _is_timed(line: Sequence[Row | None]) -> bool:
+    return all(
+        row is None or (row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES))
+        for row in line
+    )
+
+
+def _names(shown: Sequence[Shown]) -> dict[str, list[object]]:
+    return {"labels": [item.label for item in shown], "colours": [item.number for item in shown]}
+
+
+# --- tables of figures ---
+
+TONES = {
+    Verdict.BETTER: "good",
+    Verdict.FIXED: "good",
+    Verdict.WORSE: "bad",
+    Verdict.FAILED: "bad",
+    Verdict.FAILED_BOTH: "bad",
+    Verdict.TOO_FEW: "unsure",
+    Verdict.NO_DIFFERENCE: "quiet",
+}
+
+
+def signed(value: float | None) -> str:
+    """A percentage with a real minus sign."""
+    return percent(value).replace("-", "−")
+
+
+def pill(label: str, tone: str) -> str:
+    """A small coloured word."""
+    return f'<span class="pill {tone}">{escape(label)}</span>'
+
+
+def swatch(number: int, label: str) -> str:
+    """A report's colour and name."""
+    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
+
+
+def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
+    """A table that scrolls by itself where it is wider than the page."""
+    rows = "\n".join(body)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{"".join(head)}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _key_columns(rows: Sequence[Row]) -> list[str]:
+    """Names of the key entries that tell the rows apart, in the order of the benchmark."""
+    shared = shared_key(rows)
+    names = {name: True for row in rows for name in row.key if name not in shared}
+    return list(names)
+
+
+def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
+    """The entries of a row's key under `key_heads`."""
+    rows = f' rowspan="{span}"' if span > 1 else ""
+    cells = []
+    for name in names:
+        value: Scalar | None = row.key.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        shown = "–" if value is None else f"{value:,}" if is_number else text(value)
+        cells.append(
+            f'<th scope="row"{rows} class="key{" number" if is_number else ""}">{escape(shown)}</th>'
+        )
+    return "".join(cells)
+
+
+def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Headings of those entries, numbers to the right."""
+    heads = []
+    for name in names:
+        values = [row.key.get(name) for row in rows]
+        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        heads.append(f'<th class="key{" number" if is_number else ""}">{escape(name)}</th>')
+    return heads
+
+
+def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
+    """Every row of a group with its figures, one line for each report that has it."""
+    names = _key_columns(group.present)
+    has_metrics = group.is_mixed
+    figures = ("starts", "samples", *(f"p{q}" for q in PERCENTILES), "mean", "spread", "noise floor")
+    head = [
+        *key_heads(group.present, names),
+        *(["<th>metric</th>"] if has_metrics else []),
+        *(["<th>report</th>"] if len(shown) > 1 else []),
+        *(f'<th class="number">{name}</th>' for name in figures),
+    ]
+    body = []
+    for line in group.rows:
+        present = [(number, row) for number, row in enumerate(line) if row is not None]
+        for position, (number, row) in enumerate(present):
+            key = key_cells(row, names, len(present)) if position == 0 else ""
+            if has_metrics and position == 0:
+                arrow = "↑" if row.direction == "higher" else "↓"
+                key += f'<td rowspan="{len(present)}">{escape(row.metric)} {arrow}</td>'
+            item = shown[number]
+            report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
+            kind = ' class="first"' if position == 0 else ""
+            body.append(f"<tr{kind}>{key}{report}{_figure_cells(row, len(figures))}</tr>")
+    return html_table(head, body, "statistics")
+
+
+def _figure_cells(row: Row, count: int) -> str:
+    summary = summarize(row)
+    if summary is None:
+        return f'<td colspan="{count}" class="error">{pill("failed", "bad")} {escape(row.error or "")}</td>'
+    scale = scale_for(row.unit, summary.p50)
+    values = (summary.p50, summary.p75, summary.p90, summary.p95, summary.mean, summary.spread)
+    noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
+    cells = [f"{summary.num_starts:,}", f"{summary.num_samples:,}", *map(scale.format, values), noise]
+    return "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+
+
+def verdicts_table(diff: Diff) -> str:
+    """Every pair of rows: percentiles of both sides, the change of the median and the verdict."""
+    rows = [row.baseline for row in diff.rows]
+    names = _key_columns(rows)
+    has_metrics = len({row.metric: True for row in rows}) > 1 or not names
+    head = [
+        *key_heads(rows, names),
+        *(["<th>metric</th>"] if has_metrics else []),
+        *(f'<th class="number">p{q}</th>' for q in PERCENTILES),
+        '<th class="number">median change</th>',
+        '<th class="number">starts</th>',
+        "<th>verdict</th>",
+    ]
+    body = []
+    for row in diff.rows:
+        metric = f"<td>{escape(row.baseline.metric)}</td>" if has_metrics else ""
+        body.append(f'<tr class="first">{key_cells(row.baseline, names)}{metric}{_verdict_cells(row)}</tr>')
+    for side, only in (("baseline", diff.only_baseline), ("test", diff.only_test)):
+        for lone in only:
+            error = f": failed, {escape(lone.error)}" if lone.error is not None else ""
+            body.append(
+                f'<tr class="first"><td colspan="{len(head)}">{pill(f"only in {side}", "unsure")} '
+                f"{escape(lone.label)} {escape(lone.metric)}{error}</td></tr>"
+            )
+    return html_table(head, body, "verdicts")
+
+
+def _verdict_cells(row: RowDiff) -> str:
+    verdict = pill(LABELS[row.verdict], TONES[row.verdict])
+    starts = f'<td class="number">{len(row.baseline.starts)}, {len(row.test.starts)}</td>'
+    if not row.changes:
+        error = escape(row.test.error or row.baseline.error or "")
+        return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
+    scale = scale_for(row.baseline.unit, row.changes[0].baseline)
+    cells = "".join(
+        f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
+        f"{escape(scale.format(change.test))}</span><br>{signed(change.percent)}</td>"
+        for change in row.changes
+    )
+    interval = interval_text(row).replace("-", "−") if row.judgement.low_percent is not None else "not judged"
+    change = f'<td class="number"><b>{signed(row.judgement.change_percent)}</b><br>'
+    detail = ""
+    if row.verdict is Verdict.TOO_FEW:
+        detail = f'<br><span class="pair">{escape(verdict_text(row).partition(", ")[2])}</span>'
+    return f'{cells}{change}<span class="pair">{interval}</span></td>{starts}<td>{verdict}{detail}</td>'
+
+
+def verdict_counts(diff: Diff) -> str:
+    """One pill for each verdict that occurs."""
+    counts = [
+        pill(f"{diff.count(verdict)} {LABELS[verdict]}", TONES[verdict])
+        for verdict in Verdict
+        if diff.count(verdict)
+    ]
+    lone = len(diff.only_baseline) + len(diff.only_test)
+    return " ".join([*counts, *([pill(f"{lone} in one report only", "unsure")] if lone else [])])
+
+
+# --- at a glance ---
+
+MAX_LINES = 40
+DETAILS = ("rank", "waited_for", "behind", "start")
+"""Entries of keys that belong to a closer look."""
+CEILING = "none"
+"""The strategy without any sharing, which nobody can beat and nobody has to."""
+
+Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
+"""The number of the report, and the key."""
+Best = dict[tuple[int, Identity], str]
+"""By the number of the report and the figure's identity: 'best', or 'near' where noise may have decided."""
+
+
+def glance_tables(shown: Sequence[Shown]) -> str:
+    """A table for each kind of key with several metrics and lines; '' where there is none."""
+    kinds: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
+    for index, item in enumerate(shown):
+        for row in item.report.rows:
+            if not any(name in row.key for name in DETAILS):
+                kinds.setdefault(tuple(sorted(row.key)), []).append((index, row))
+    tables = [_glance_table(found, shown) for found in kinds.values()]
+    return "".join(table for table in tables if table)
+
+
+def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
+    metrics = {(row.metric, row.unit, row.direction): True for _, row in rows}
+    lines: dict[Line, dict[tuple[str, str, str], Row]] = {}
+    for index, row in rows:
+        cells = lines.setdefault((index, row.identity[1]), {})
+        cells[row.metric, row.unit, row.direction] = row
+    if len(metrics) < 2 or not 1 < len(lines) <= MAX_LINES:
+        return ""
+    firsts = [next(iter(cells.values())) for cells in lines.values()]
+    names = _differing(firsts)
+    best = best_cells(rows)
+    scales = {metric: _scale(metric, [row for _, row in rows]) for metric in metrics}
+    heads = [
+        *key_heads(firsts, names),
+        *(["<th>report</th>"] if len(shown) > 1 else []),
+        *(_head(metric, scales[metric]) for metric in metrics),
+    ]
+    body = []
+    for (index, _), cells in lines.items():
+        first = next(iter(cells.values()))
+        item = shown[index]
+        report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
+        figures = "".join(_cell(cells.get(metric), scales[metric], index, best) for metric in metrics)
+        body.append(f'<tr class="first">{key_cells(first, names)}{report}{figures}</tr>')
+    note = (
+        '<p class="how">Medians. <b class=best>Best</b> among those that differ in nothing else; '
+        "<b class=near>not told apart</b>: nearer to it than their noise floor.</p>"
+        if best
+        else ""
+    )
+    return html_table(heads, body, "glance") + note
+
+
+def _differing(rows: Sequence[Row]) -> list[str]:
+    """Entries that differ."""
+    names = {name: True for row in rows for name in row.key}
+    return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
+
+
+def best_cells(rows: Sequence[tuple[int, Row]]) -> Best:
+    """Those that win their contest, each against those that differ in the contender alone."""
+    contests: dict[object, list[tuple[int, Row]]] = {}
+    for index, row in rows:
+        contender = _contender(row, rows)
+        if contender is not None and row.starts:
+            setting = tuple(entry for entry in row.identity[1] if entry[0] not in contender)
+            contests.setdefault((index, row.metric, setting), []).append((index, row))
+    best: Best = {}
+    for found in contests.values():
+        rivals = [entry for entry in found if not _is_ceiling(entry[1])]
+        if len(rivals) < 2:
+            continue
+        medians = [percentile(row.samples, 50) for _, row in rivals]
+        winner = max(medians) if rivals[0][1].direction == "higher" else min(medians)
+        if min(medians) == max(medians):
+            continue
+        for (index, row), median in zip(rivals, medians, strict=True):
+            if median == winner:
+                best[index, row.identity] = "best"
+            elif abs(median - winner) <= abs(winner) * (noise_floor(row) or 0.0) / 100:
+                best[index, row.identity] = "near"
+    return best
+
+
+def _is_ceiling(row: Row) -> bool:
+    """Whether it is of workers that share nothing, and so outside of the contest."""
+    return any(row.key.get(name) == CEILING for name in CONTENDERS)
+
+
+def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | None:
+    """The entries of its key by which it competes: known names, or the one that differs, if it is text."""
+    known = tuple(name for name in CONTENDERS if name in row.key)
+    if known:
+        return known
+    names = _differing([other for _, other in rows])
+    if len(names) == 1 and all(isinstance(other.key.get(names[0]), str) for _, other in rows):
+        return tuple(names)
+    return None
+
+
+def _scale(metric: tuple[str, str, str], rows: Sequence[Row]) -> Scale:
+    medians = [
+        abs(percentile(row.samples, 50))
+        for row in rows
+        if row.starts and (row.metric, row.unit, row.direction) == metric
+    ]
+    return scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
+
+
+def _head(metric: tuple[str, str, str], scale: Scale) -> str:
+    name, _, direction = metric
+    arrow = "↑" if direction == "higher" else "↓"
+    unit = f"{scale.unit} " if scale.unit else ""
+    return f'<th class="number">{escape(name)}<br><small>{escape(unit)}{arrow}</small></th>'
+
+
+def _cell(row: Row | None, scale: Scale, index: int, best: Best) -> str:
+    if row is None:
+        return '<td class="number quiet-text">–</td>'
+    if not row.starts:
+        return f'<td class="number error" title="{escape(row.error or "", quote=True)}">failed</td>'
+    place = best.get((index, row.identity))
+    shown = escape(scale.number(percentile(row.samples, 50)))
+    return f'<td class="number">{f"<b class={place}>{shown}</b>" if place else shown}</td>'
+
+
+# --- what is said around the figures ---
+
+
+def headlines(shown: Sequence[Shown]) -> str:
+    """What each benchmark found, in the sentences that it wrote; '' where none did."""
+    items = []
+    for item in shown:
+        prefix = f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
+        items += [f"<li>{prefix}{escape(sentence)}</li>" for sentence in headline(item.report)]
+    return f'<ul class="headline">{"".join(items)}</ul>' if items else ""
+
+
+def facts(item: Shown) -> str:
+    """What a single report is, as one line."""
+    report = item.report
+    code = f"code {report.code}" if report.code.version else ""
+    parts = (item.source, report.created, code, _machine(report.environment))
+    return f'<p class="facts">{" · ".join(escape(part) for part in parts if part and part != "–")}</p>'
+
+
+def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> str:
+    """What a reader must know before the figures: warnings, and rows that failed."""
+    items = list(warnings or [])
+    for item in shown:
+        prefix = f"{item.label}: " if item.label else ""
+        if warnings is None:
+            items += [prefix + reason for reason in busy(item.report)]
+        items += [f"{prefix}{row.label} {row.metric} failed: {row.error}" for row in item.report.failed]
+    if not items:
+        return ""
+    return '<ul class="notices">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def reports_table(shown: Sequence[Shown]) -> str:
+    """Which reports the page shows."""
+    head = [
+        f"<th>{name}</th>"
+        for name in (
+            *(["report"] if len(shown) > 1 else []),
+            "file",
+            "benchmark",
+            "created",
+            "code",
+            "machine",
+        )
+    ]
+    body = []
+    for item in shown:
+        report = item.report
+        name = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
+        code = str(report.code) if report.code.version else "–"
+        cells = (item.source, report.benchmark, report.created or "–", code, _machine(report.environment))
+        body.append(f"<tr>{name}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    return html_table(head, body, "reports")
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    machine, cores, device = (environment.get(name) for name in ("machine", "cores", "device"))
+    parts = [
+        text(machine) if machine else "",
+        f"{cores} cores" if cores else "",
+        text(device) if device else "",
+    ]
+    return ", ".join(part for part in parts if part) or "–"
+
+
+def settings_table(name: str, values: Sequence[dict[str, Any]], shown: Sequence[Shown]) -> str:
+    """Configurations or environments side by side; what is equal is said once, what differs is marked."""
+    sides = [flatten(value) for value in values]
+    names = sorted({entry: True for side in sides for entry in side})
+    if not names:
+        return ""
+    heads = [f"<th>{name}</th>"]
+    heads += [
+        f"<th>{swatch(item.number, item.label)}</th>" if len(shown) > 1 else "<th></th>" for item in shown
+    ]
+    body = []
+    for entry in names:
+        written = [text(side[entry]) if entry in side else "–" for side in sides]
+        kind = ""
+        if any(value != written[0] for value in written):
+            kind = ' class="differs"'
+            pairs = zip(sides, written, strict=True)
+            cells = "".join(f"<td>{_value(side.get(entry), value)}</td>" for side, value in pairs)
+        else:
+            span = f' colspan="{len(sides)}"' if len(sides) > 1 else ""
+            cells = f"<td{span}>{_value(sides[0].get(entry), written[0])}</td>"
+        body.append(f'<tr{kind}><th scope="row">{escape(entry)}</th>{cells}</tr>')
+    return html_table(heads, body, "settings")
+
+
+def _value(value: Any, shown: str) -> str:
+    """A list of dictionaries as a table of its own, anything else as it is written."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return escape(shown)
+    names = list({name: True for item in value for name in item})
+    heads = [f"<th>{escape(str(name))}</th>" for name in names]
+    lines = ("".join(f"<td>{escape(text(item.get(name)))}</td>" for name in names) for item in value)
+    return html_table(heads, [f"<tr>{line}</tr>" for line in lines])
+
+
+def commands(shown: Sequence[Shown]) -> str:
+    """The command line of each report."""
+    blocks = []
+    for item in shown:
+        if item.report.command:
+            name = swatch(item.number, item.label) if item.label else ""
+            blocks.append(f"{name}<pre>{escape(shlex.join(item.report.command))}</pre>")
+    return "".join(blocks)

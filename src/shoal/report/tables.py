@@ -1,12 +1,13 @@
-"""Tables as aligned text, coloured through rich on a terminal and plain in a pipe or a log.
+"""Tables as aligned text, coloured through rich on a terminal and plain in a pipe or a log; and as LaTeX.
 
 A cell may have several lines, and a row a note under all its cells. Keys are never cut: they wrap between
 their entries, and only a single entry wider than its column makes a table wider than asked. What the tables
-say is `views`'.
+say is for `views`, and for each benchmark.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,9 @@ from typing import Literal, TextIO
 import msgspec
 
 from shoal.core.untrusted import visible
+from shoal.report.schema import Direction
+from shoal.report.statistics import mean_of, percentile, variance_of
+from shoal.report.units import scale_for
 
 WIDTH = 80
 """Of text that does not go to a terminal."""
@@ -156,3 +160,101 @@ def emit(text: str, stream: TextIO) -> None:
 def result_line(result: dict[str, object]) -> str:
     """The last line of every command: `RESULT: {json}`."""
     return "RESULT: " + msgspec.json.encode(result).decode()
+
+
+def tell_result(result: dict[str, object], stream: TextIO) -> None:
+    """Print the last line for programs that read it; not on a terminal, which ends with what people read."""
+    if not stream.isatty():
+        emit(result_line(result), stream)
+
+
+# --- for a paper: booktabs' rules, means with deviations, the best of each column bold ---
+
+NOTHING = "--"
+MAX_DECIMALS = 6
+_SIGNIFICANT = 3
+_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "µ": r"$\mu$",
+    "±": r"$\pm$",
+    **{character: "\\" + character for character in "&%$#_{}"},
+}
+
+
+@dataclass(frozen=True)
+class LatexColumn:
+    """A column of figures: the samples of each row, one for each seed; empty where there are none."""
+
+    name: str
+    unit: str
+    direction: Direction | None
+    """Which way is better; None for a column without a winner."""
+    samples: Sequence[Sequence[float]] = ()
+
+
+def latex_escape(text: str) -> str:
+    """Text that LaTeX prints as it is."""
+    return "".join(_ESCAPES.get(character, character) for character in text)
+
+
+def plus_minus(samples: Sequence[float]) -> str:
+    r"""`12.3 \pm 0.4`, for math mode; the deviation (n - 1) is left out of a single one."""
+    mean = mean_of(samples)
+    if len(samples) < 2:
+        return f"{mean:.{_decimals(mean, _SIGNIFICANT)}f}"
+    deviation = math.sqrt(variance_of(samples))
+    decimals = max(_decimals(mean, _SIGNIFICANT), min(_decimals(deviation, 1), _decimals(mean, 4)))
+    return rf"{mean:.{decimals}f} \pm {deviation:.{decimals}f}"
+
+
+def _decimals(value: float, significant: int) -> int:
+    """Digits after the point that leave so many significant ones; none for zero and what is not finite."""
+    if value == 0 or not math.isfinite(value):
+        return 0
+    return min(MAX_DECIMALS, max(0, significant - 1 - math.floor(math.log10(abs(value)))))
+
+
+def latex_table(names: Sequence[str], columns: Sequence[LatexColumn], caption: str, label: str = "") -> str:
+    """A whole `table`; `names` are the rows'. Figures of a column have one unit, which its heading names."""
+    cells = [_column(column) for column in columns]
+    heads = ["", *(head for head, _ in cells)]
+    body = [
+        " & ".join([latex_escape(name), *(column[row] for _, column in cells)]) + r" \\"
+        for row, name in enumerate(names)
+    ]
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex_escape(caption)}}}",
+        *([rf"\label{{{label}}}"] if label else []),
+        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        r"\toprule",
+        " & ".join(heads) + r" \\",
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _column(column: LatexColumn) -> tuple[str, list[str]]:
+    """The heading, and a cell for each row."""
+    means = [mean_of(samples) for samples in column.samples if samples]
+    scale = scale_for(column.unit, percentile([abs(mean) for mean in means], 50) if means else 1.0)
+    head = latex_escape(column.name + (f" ({scale.unit})" if scale.unit else ""))
+    winner = None
+    if column.direction is not None and len(means) > 1:
+        winner = max(means) if column.direction == "higher" else min(means)
+    cells = []
+    for samples in column.samples:
+        if not samples:
+            cells.append(NOTHING)
+            continue
+        shown = plus_minus([sample / scale.factor for sample in samples])
+        cells.append(rf"$\mathbf{{{shown}}}$" if mean_of(samples) == winner else f"${shown}$")
+    return head, cells

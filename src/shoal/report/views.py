@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from shoal.core.untrusted import visible_line
-from shoal.report.curves import averaged, axes_of
-from shoal.report.diff import Diff, RowDiff
-from shoal.report.histograms import BEHIND, histogram_of, is_histogram
-from shoal.report.judge import LABELS, Verdict
+from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
+from shoal.report.diff import LABELS, Diff, RowDiff, Verdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, summarize
 from shoal.report.tables import Column, Line, Table
@@ -58,6 +56,11 @@ def group_title(group: Group, shared: dict[str, Scalar]) -> str:
     metric, unit, direction = group
     about = visible_line(f"{metric} ({unit + ', ' if unit else ''}{direction} is better)")
     return about + (f"  {label_of(shared)}" if shared else "")
+
+
+def title_line(report: Report) -> Line:
+    """What was measured, when, and by which code: the first line of what a benchmark prints."""
+    return f"{report.benchmark}  {report.created}  code {report.code}".rstrip(), "bold"
 
 
 def headline(report: Report) -> list[str]:

@@ -38,7 +38,7 @@ class Errand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_task(errand: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """For `bench.pool`: a plain Errand, and a plain CourseRecord of it."""
+    """For `bench.workers.run_tasks`: a plain Errand, and a plain CourseRecord of it."""
     given = msgspec.convert(errand, Errand, str_keys=True)
     if given.world.is_elastic:  # what a real run says of each change is here said of virtual ones
         logging.getLogger("shoal.strategies.elastic").setLevel(logging.ERROR)

@@ -1,0 +1,259 @@
+"""A contest of `shoal compare` with real processes: the jobs of virtual time, under links held back alike.
+
+A step takes as long as the world says: the worker sleeps what its own computing has left of that. Models go
+to the parent, a `RealContest`, in files of the workers' folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shoal.bench.workers import Answers, Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
+from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
+from shoal.group.base import Group
+from shoal.group.conditions import Shaped
+from shoal.group.operations import ClockSleeper
+from shoal.report.storage import write_atomically
+from shoal.simulate.charging import charged
+from shoal.simulate.course import course_of
+from shoal.simulate.job import Job, WorkerLog
+from shoal.simulate.record import CourseRecord
+from shoal.simulate.tasks import make_task
+from shoal.simulate.training import Trainer, serve
+from shoal.simulate.world import StepCosts, World
+from shoal.transport import Profile
+
+# --- the parent ---
+
+_ANSWER_S = 1800.0
+_SERVED_S, _LOOK_S = 10.0, 0.01
+"""How long a server may take to say goodbye after its workers, and how often one looks."""
+
+
+class RealContest:
+    """Processes that do one job after another; a context manager. Started by the first job."""
+
+    def __init__(self, num_workers: int) -> None:
+        settings = WorkerSettings("shoal.bench.compare_workers:work", num_workers, answer_s=_ANSWER_S)
+        self._num_workers = num_workers
+        self._stack = contextlib.ExitStack()
+        self._crew = self._stack.enter_context(LocalWorkers(settings))
+        self._num_jobs = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def run(self, job: Job, world: World) -> CourseRecord:
+        """As `simulate.contest.run_job`, in real seconds; a job whose workers fail is a record with an error.
+
+        UsageError for what real workers cannot be given.
+        """
+        self._check(job, world)
+        self._num_jobs += 1
+        errand = RealErrand(number=self._num_jobs, job=job, world=world)
+        try:
+            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(errand)]
+        except BenchmarkError as error:
+            return CourseRecord(job=job, moments=[], error=one_line(error))
+        folder = str(Path(told[0].file).parent)
+        served = _served(errand.file_of_server(folder, 0)) if world.num_servers else {}
+        return course_of(make_task(job), [_log(each) for each in told], served)
+
+    def _order(self, errand: RealErrand) -> list[dict[str, Any]]:
+        plain = errand.plain()
+        if not self._crew.is_running:
+            self._crew.ask("ready", errand=plain)
+        for server in range(errand.world.num_servers):
+            role = {"errand": plain, "server": server}
+            self._crew.start_helper(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
+        return self._crew.ask("train", errand=plain)
+
+    def _check(self, job: Job, world: World) -> None:
+        if not job.num_workers == world.num_workers == self._num_workers:
+            raise UsageError(
+                f"{self._num_workers} processes cannot be a job of {job.num_workers} workers in a world of "
+                f"{world.num_workers}.",
+                next_step="give all three as many.",
+            )
+        if world.faults is not None:
+            raise UsageError(
+                "Faults happen in virtual time alone.", next_step="leave --real or --faults out."
+            )
+        if world.num_servers and world.between == "machines":
+            raise UsageError(
+                "Servers beside real processes have no machine of their own.",
+                next_step="describe the links between workers, or leave --real out.",
+            )
+
+
+def _served(file: Path) -> dict[int, int]:
+    """What a server has counted; nothing where it does not come to tell."""
+    until_s = time.monotonic() + _SERVED_S
+    while not file.exists():
+        if time.monotonic() > until_s:
+            return {}
+        time.sleep(_LOOK_S)
+    return msgspec.json.decode(file.read_bytes(), type=dict[int, int])
+
+
+def _log(told: StoredLog) -> WorkerLog:
+    file = Path(told.file)
+    tensors = load_file(file)
+    file.unlink()
+    for index, snapshot in enumerate(told.log.snapshots):
+        count = sum(1 for name in tensors if name.startswith(f"{index}."))
+        snapshot.tensors = [tensors[f"{index}.{number}"] for number in range(count)]
+    return told.log
+
+
+# --- a worker ---
+
+
+class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
+    """One job of the workers; `number` tells it from all others."""
+
+    number: int
+    job: Job
+    world: World
+
+    @property
+    def group_name(self) -> str:
+        """Of the group that it opens."""
+        return f"contest-{self.number}"
+
+    def file_of_server(self, folder: str, server: int) -> Path:
+        """Where a server's staleness is found when it is done."""
+        return Path(folder) / f"{self.group_name}-server-{server}.json"
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values that an order can carry."""
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return values
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> RealErrand:
+        """The errand of which `plain` gave these values."""
+        return msgspec.convert(values, cls, str_keys=True)
+
+
+class StoredLog(msgspec.Struct, frozen=True):
+    """A worker's log without its models, and the file that has them as `SNAPSHOT.TENSOR`."""
+
+    log: WorkerLog
+    file: str
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Train what is ordered."""
+    place.set_up_process()
+
+    def warm_up(errand: dict[str, Any]) -> None:
+        """What a process does for the first time takes longer."""
+        task = make_task(RealErrand.read(errand).job)
+        model, (inputs, labels) = task.model(), next(task.batches(place.rank))
+        task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+
+    return {"ready": warm_up, "train": lambda errand: train(place, RealErrand.read(errand))}
+
+
+def train(place: Place, errand: RealErrand) -> dict[str, Any]:
+    """One job, from the opening of its group to its end."""
+    world = errand.world
+    if world.num_servers:
+        opened = place.open_with_servers(errand.group_name, world.num_servers)
+    else:
+        opened = place.open_group(errand.group_name, workers_per_machine=world.workers_per_machine)
+    trainer = Trainer(make_task(errand.job), place.rank)
+    with opened:
+        group = shaped(opened, world)
+        pace = Pace(group, StepCosts(world, place.rank), world.compute.forward_share)
+        trainer.train(group, SYSTEM_CLOCK, pace.charged)
+    return _told(trainer.log, Path(place.folder) / f"{errand.group_name}-{place.rank}.safetensors")
+
+
+def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
+    place = msgspec.convert(arguments["place"], Place)
+    place.set_up_process()
+    errand = RealErrand.read(arguments["arguments"]["errand"])
+    server = int(arguments["arguments"]["server"])
+    with place.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
+        staleness = serve(make_task(errand.job), shaped(group, errand.world))
+        write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
+
+
+def shaped(group: Group, world: World) -> Shaped:
+    """As slow as the world's links; servers are called `server:0`, …, as they are there."""
+    slow = Shaped(group, world.profile, between=world.between, seed=world.seed)
+    if group.everybody is not None:
+        profile = _with_servers(world)
+        slow.everybody = Shaped(group.everybody, profile, seed=world.seed)
+    return slow
+
+
+class Pace:
+    """Makes a model's steps take as long as they should, by sleeping; a `charging.Payer`."""
+
+    def __init__(self, group: Group, costs: StepCosts, forward_share: float) -> None:
+        self._group = group
+        self._costs = costs
+        self._forward_share = forward_share
+        self._sleeper = ClockSleeper()
+        self._due_s = 0.0
+
+    def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """While the block lasts; begun before a strategy is attached, so that it comes first."""
+        return charged(model, self._costs, self._forward_share, self)
+
+    def begin(self, seconds: float) -> None:
+        """From now on, whatever is really computed meanwhile."""
+        self._due_s = self._sleeper.clock.now_s() + seconds
+
+    def end_forward(self) -> None:
+        """Sleep until it is over."""
+        self._rest()
+
+    def add(self, seconds: float) -> None:
+        """The same for a part of backward."""
+        self._due_s += seconds
+        self._rest()
+
+    def _rest(self) -> None:
+        self._sleeper.until(self._due_s, self._group.progress, Deadline.never(), "a step")
+
+
+def _with_servers(world: World) -> Profile:
+    """Places of the first ranks of all are those of servers, of the others those of workers."""
+    profile = world.profile
+    if not profile.places:
+        return profile
+    members = [Address("server", number) for number in range(world.num_servers)]
+    members += [Address("rank", rank) for rank in range(world.num_workers)]
+    peers = {f"rank:{rank}": profile.place_of(peer) or "" for rank, peer in enumerate(members)}
+    return msgspec.structs.replace(profile, peers={**profile.peers, **peers})
+
+
+def _told(log: WorkerLog, file: Path) -> dict[str, Any]:
+    tensors = {
+        f"{index}.{number}": tensor
+        for index, snapshot in enumerate(log.snapshots)
+        for number, tensor in enumerate(snapshot.tensors)
+    }
+    save_file(tensors, file)
+    bare = [msgspec.structs.replace(snapshot, tensors=[]) for snapshot in log.snapshots]
+    told = StoredLog(msgspec.structs.replace(log, snapshots=bare), str(file))
+    values: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    return values

@@ -1,0 +1,1 @@
+"""What this machine and its network are good for, and what to fix: `shoal doctor`, without torch."""

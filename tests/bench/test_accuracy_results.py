@@ -1,0 +1,159 @@
+import msgspec
+import pytest
+
+from shoal.bench.accuracy import METRICS, AccuracyConfig, TrickSettings, trick_contenders
+from shoal.bench.accuracy_tables import accuracy_items, changes_of, headline, summarize_accuracy
+from shoal.bench.contenders import strategy_contenders
+from shoal.report import Curve, Report, Row
+from shoal.report.tables import Table
+
+CREATED = "2026-01-02T03:04:05+00:00"
+
+
+def rows_of(contender, split="iid", **samples):
+    key = {"contender": contender, "split": split}
+    return [
+        Row(
+            key=key,
+            metric=metric,
+            unit=METRICS[metric][0],
+            direction=METRICS[metric][1],
+            starts=[[x] for x in xs],
+        )
+        for metric, xs in samples.items()
+    ]
+
+
+def finals(contender, accuracy, times_s=(), split="iid", sent=1e6):
+    samples = {
+        "final_accuracy": accuracy,
+        "worst_final_accuracy": [x - 0.01 for x in accuracy],
+        "bytes_sent": [sent] * len(accuracy),
+        "examples_per_s": [100.0] * len(accuracy),
+        "consensus_distance": [0.5] * len(accuracy),
+    }
+    if times_s:
+        samples["seconds_to_target"] = list(times_s)
+    return rows_of(contender, split, **samples)
+
+
+def curve(contender, split="iid", **points):
+    key = {"contender": contender, "split": split}
+    return Curve(key=key, metric="accuracy", unit="", direction="higher", starts=[points] * 2)
+
+
+def report(rows, curves=(), contenders=None, num_starts=2):
+    contenders = contenders or strategy_contenders(["all-reduce", "pair"], {})
+    config = AccuracyConfig(contenders=contenders, num_workers=4, target_accuracy=0.9)
+    return Report(
+        benchmark="accuracy",
+        created=CREATED,
+        config=msgspec.to_builtins(config),
+        seeds=list(range(num_starts)),
+        environment={"cores": 2},
+        rows=rows,
+        curves=list(curves),
+    )
+
+
+@pytest.fixture
+def race():
+    rows = [*finals("all-reduce", [0.97, 0.95], [2.0, 4.0]), *finals("pair", [0.93, 0.91], [1.0, 2.0])]
+    curves = [
+        curve("all-reduce", value=[0.1, 0.95], bytes=[0.0, 4e6], s=[0.0, 3.0]),
+        curve("pair", value=[0.1, 0.92], bytes=[0.0, 1e6], s=[0.0, 1.5]),
+    ]
+    return report(rows, curves)
+
+
+def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
+    assert headline(race) == [
+        "iid: pair was the first at 90 %, after 1.50 s and 1.00 MB sent.",
+        "iid: all-reduce came furthest, to 96.0 %.",
+        "iid: pair sent the least to reach 90 %, 1.00 MB.",
+    ]
+
+
+def test_who_reached_the_target_in_some_starts_only_is_not_the_first():
+    rows = [*finals("all-reduce", [0.97, 0.95], [2.0, 4.0]), *finals("pair", [0.93, 0.80], [1.0])]
+    told = report(rows)
+    assert headline(told)[0] == "iid: all-reduce was the first at 90 %, after 3.00 s."
+    assert "pair" not in summarize_accuracy(told)["seconds_to_target"]["iid"]
+    assert "in 1 of 2" in text_of(told)
+
+
+def test_when_nobody_reaches_the_target_it_says_so():
+    told = report([*finals("all-reduce", [0.8, 0.8]), *finals("pair", [0.8, 0.8])])
+    assert headline(told) == [
+        "iid: nobody reached 90 % in every start; all-reduce and pair came furthest, to 80.0 %."
+    ]
+    assert "not reached" in text_of(told)
+
+
+def test_the_result_has_means_over_starts(race):
+    result = summarize_accuracy(race)
+    assert result["final_accuracy"] == {"iid": {"all-reduce": 0.96, "pair": 0.92}}
+    assert result["seconds_to_target"] == {"iid": {"all-reduce": 3.0, "pair": 1.5}}
+    assert result["bytes_sent"]["iid"]["pair"] == 1_000_000
+    assert "failed" not in result
+    assert "points_by_trick" not in result
+
+
+def text_of(told):
+    lines = []
+    for item in accuracy_items(told):
+        if isinstance(item, Table):
+            lines += [line for line, _ in item.lines()]
+        else:
+            lines.append(item if isinstance(item, str) else item[0])
+    return "\n".join(lines)
+
+
+def test_what_is_printed_says_what_was_equal_and_what_came_out(race):
+    text = text_of(race)
+    assert "4 workers on cpu, batch 16 each, 300 steps, 2 seeds" in text
+    assert "lr 0.1, momentum 0.9: the same for all" in text
+    assert "4 workers share 2 cores" in text
+    assert "96.0 ±1.4 %" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def tricks_report(**accuracies):
+    contenders = trick_contenders(TrickSettings(300, 4, orders=("adapt-then-combine",)))
+    rows = [row for name, samples in accuracies.items() for row in finals(name, samples)]
+    return report(rows, contenders=contenders)
+
+
+def test_a_trick_is_judged_by_the_same_seeds():
+    told = tricks_report(**{"atc": [0.90, 0.94], "atc+average": [0.92, 0.95], "atc+decay": [0.80, 0.94]})
+    changes = changes_of(told)["iid"]
+    assert changes["atc+average"] == pytest.approx([2.0, 1.0])
+    assert changes["atc+decay"] == pytest.approx([-10.0, 0.0])
+    assert summarize_accuracy(told)["points_by_trick"] == {"iid": {"atc+average": 1.5, "atc+decay": -5.0}}
+    assert headline(told)[-1] == (
+        "iid: of all tricks atc+decay changed the final accuracy most, by -5.0 (-10.0 to +0.0) points."
+    )
+    assert "+1.5 (+1.0 to +2.0)" in text_of(told)
+    assert "One of 360 test examples is 0.278 points." in text_of(told)
+
+
+def test_a_trick_that_lacks_a_start_is_not_judged():
+    told = tricks_report(**{"atc": [0.90, 0.94], "atc+average": [0.92]})
+    assert changes_of(told) == {}
+
+
+def test_what_failed_is_shown_and_counted():
+    failed = Row(
+        key={"contender": "pair", "split": "iid", "start": 1},
+        metric="final_accuracy",
+        unit="",
+        direction="higher",
+        error="it diverged.",
+    )
+    start = Row(key={"scenario": "start"}, metric="completed", unit="", direction="higher", error="killed")
+    told = report([*finals("all-reduce", [0.97, 0.95], [2.0, 4.0]), failed, start])
+    text = text_of(told)
+    assert "failed: it diverged." in text
+    assert "killed" in text
+    assert summarize_accuracy(told)["failed"] == 2
+    assert headline(told)[0].startswith("iid: all-reduce was the first")

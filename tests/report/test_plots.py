@@ -1,0 +1,194 @@
+""""""
+
+import pytest
+
+from report import samples
+from shoal.report import Curve, Row
+from shoal.report.plots import (
+    SHOWN_SERIES,
+    Contest,
+    PageFigures,
+    Shown,
+    curve_plots,
+    curves_title,
+    percentile_plot,
+    scaling_groups,
+    scaling_plots,
+    wait_plots,
+)
+
+
+def test_contenders_are_told_from_their_settings():
+    keys = [
+        {"strategy": name, "split": split, "model": "mlp", "num_workers": 4}
+        for name in ("pair", "sma")
+        for split in ("iid", "dirichlet:0.1")
+    ]
+    contest = Contest(keys, aside=("num_workers",))
+    assert [(contest.contender(key), contest.setting(key)) for key in keys] == [
+        ("pair", "split=iid"),
+        ("pair", "split=dirichlet:0.1"),
+        ("sma", "split=iid"),
+        ("sma", "split=dirichlet:0.1"),
+    ]
+
+
+def test_keys_that_name_no_contender_compete_as_they_are():
+    keys = [{"size": 1, "mode": "a"}, {"size": 2, "mode": "a"}]
+    contest = Contest(keys)
+    assert [contest.contender(key) for key in keys] == ["size=1", "size=2"]
+    assert contest.setting(keys[0]) == ""
+
+
+def test_a_legend_switches_and_starts_with_as_many_as_can_be_told_apart():
+    figures = PageFigures()
+    number = figures.open_set((f"<{index}>", index) for index in range(SHOWN_SERIES + 3))
+    legend = figures.legend(number)
+    assert legend.count('aria-pressed="false"') == 3
+    assert "&lt;0&gt;" in legend
+    assert "<0>" not in legend
+
+
+def test_one_series_needs_no_legend_and_one_choice_no_tabs():
+    figures = PageFigures()
+    number = figures.open_set([("alone", 0)])
+    assert figures.legend(number) == figures.tabs(number, "along", ["step"]) == ""
+
+
+def drawn(plots, report, *others):
+    figures = PageFigures()
+    shown = [
+        Shown(item, label, number)
+        for number, (item, label) in enumerate(zip((report, *others), "AB", strict=False))
+    ]
+    content = plots(shown, figures, {})
+    return content, figures
+
+
+def test_every_metric_and_setting_of_the_curves_is_a_plot_along_every_axis():
+    content, figures = drawn(curve_plots, samples.accuracy())
+    assert len(figures.plots) == 4
+    assert [view["x"]["title"] for view in figures.plots[0]["views"]] == [
+        "steps",
+        "seconds",
+        "bytes sent (MB)",
+    ]
+    assert [len(view["lines"]) for view in figures.plots[0]["views"]] == [4, 4, 4]
+    assert [series["label"] for series in figures.sets[0]["series"]] == [
+        "all-reduce", "neighbor", "pair", "local-sgd",
+    ]  # fmt: skip
+    assert content.count("<h4>accuracy") == 2
+    assert "bytes sent" in content
+
+
+def test_senders_of_much_and_of_little_are_both_seen():
+    _, figures = drawn(curve_plots, samples.accuracy())
+    assert [view["x"]["isLog"] for view in figures.plots[0]["views"]] == [False, False, True]
+
+
+def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
+    starts = [{"value": [3.0, 2.0], "ping_s": [0.0, 0.05]}, {"value": [4.0, 2.0], "ping_s": [0.0, 0.05]}]
+    rates = Curve(
+        key={"method": "ours"}, metric="throughput", unit="samples/s", direction="higher", starts=starts
+    )
+    report = samples.report("latency", curves=[rates])
+    assert curves_title([Shown(report)]) == (
+        "Over the mean delay of a layer", "mean over the repeats, band: all of them"
+    )  # fmt: skip
+    assert curves_title([Shown(samples.accuracy())])[0] == "Over time"
+    _, figures = drawn(curve_plots, report)
+    (view,) = figures.plots[0]["views"]
+    assert view["x"]["title"] == "mean delay of a layer (ms)"
+    assert view["lines"][0]["x"] == [0.0, 50.0]
+
+
+def test_scaling_shows_measured_predicted_and_ideal():
+    content, figures = drawn(scaling_plots, samples.scaling())
+    speed = figures.plots[0]["views"][0]["lines"]
+    assert [line["style"] for line in speed] == ["points"] * 3 + ["predicted"] * 3 + ["ideal"]
+    assert [line["series"] for line in speed] == [0, 1, 2, 0, 1, 2, -1]
+    assert speed[0]["x"] == [1, 2, 4]
+    ideal = speed[-1]
+    assert ideal["x"] == [1, 1024]
+    assert ideal["y"][1] == pytest.approx(1024 * max(line["y"][0] for line in speed[:3]))
+    efficiency = next(plot for plot in figures.plots if plot["y"]["title"].startswith("scaling_efficiency"))
+    assert all(line["style"] != "ideal" for line in efficiency["views"][0]["lines"])
+    assert "dashed: predicted" in content
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [{"num_workers": 4, "mode": "a"}, {"num_workers": 4, "mode": "b"}],
+        [{"num_workers": 1, "rank": 0}, {"num_workers": 2, "rank": 0}],
+        [{"num_workers": "one"}, {"num_workers": "two"}],
+        [{"num_workers": True}, {"num_workers": False}],
+    ],
+)
+def test_no_scaling_curve_of_one_number_of_ranks_or_of_words(keys):
+    rows = [samples.row(key, "speed", "1/s", "higher", [[1.0]]) for key in keys]
+    shown = [Shown(samples.report("scaling", rows))]
+    assert scaling_groups(shown) == []
+    assert scaling_plots(shown, PageFigures(), {}) == ""
+
+
+def test_two_reports_share_the_colours_of_contenders_and_differ_in_dashes():
+    content, figures = drawn(curve_plots, samples.accuracy(), samples.accuracy(1))
+    lines = figures.plots[0]["views"][0]["lines"]
+    assert sorted((line["series"], line["report"]) for line in lines) == [
+        (series, report) for series in range(4) for report in range(2)
+    ]
+    assert 'class="dash d1">B' in content
+
+
+def test_a_lone_contender_gets_the_colours_of_the_reports():
+    alone = Curve(
+        key={}, metric="loss", unit="", direction="lower", starts=[{"value": [2.0, 1.0], "step": [0, 1]}]
+    )
+    reports = [samples.report("accuracy", curves=[alone]) for _ in range(2)]
+    _, figures = drawn(curve_plots, *reports)
+    assert [series["label"] for series in figures.sets[0]["series"]] == ["A", "B"]
+    assert [line["series"] for line in figures.plots[0]["views"][0]["lines"]] == [0, 1]
+
+
+def test_values_over_decades_get_a_logarithmic_axis_that_owns_up_to_zeros():
+    starts = [{"value": [0.0, 1e-4, 1e-2, 1.0], "step": [0, 1, 2, 3]}]
+    apart = Curve(key={}, metric="distance", unit="", direction="lower", starts=starts)
+    _, figures = drawn(curve_plots, samples.report("accuracy", curves=[apart]))
+    assert figures.plots[0]["y"]["title"] == "distance (log, without zeros)"
+
+
+def test_percentiles_are_of_times_with_enough_samples():
+    figures = PageFigures()
+    times = samples.latencies().rows
+    rate = Row(key={}, metric="rate", unit="1/s", direction="higher", starts=[[1.0] * 100])
+    few = Row(key={"few": 1}, metric="latency", unit="s", direction="lower", starts=[[1.0] * 5])
+    assert percentile_plot([("rate", rate), ("few", few)], figures, [0, 1]) == ""
+    percentile_plot([("few", few), *((row.label, row) for row in times)], figures, range(4))
+    (view,) = figures.plots[0]["views"]
+    assert [line["series"] for line in view["lines"]] == [0, 1, 2]
+    assert all(line["x"] == sorted(line["x"]) for line in view["lines"])
+
+
+def test_each_strategy_has_a_map_in_one_scale_and_a_sentence():
+    figures = PageFigures()
+    content = wait_plots([Shown(samples.training())], figures)
+    sync, pair = figures.plots
+    assert sync["names"] == ["0", "1", "2", "3"]
+    assert sync["longest"] == pair["longest"]
+    assert all(sync["values"][rank][rank] is None for rank in range(4))
+    assert all(sync["values"][rank][1] > 10 * sync["values"][rank][2] for rank in (0, 3))
+    assert "of waiting in all, 87% for rank 1" in content
+
+
+def test_where_nobody_waited_the_map_says_so():
+    key = {"rank": 0, "waited_for": 1}
+    report = samples.report("training", [samples.row(key, "waited", "s", "lower", [[0.0]])])
+    figures = PageFigures()
+    assert "Nobody waited." in wait_plots([Shown(report)], figures)
+    assert figures.plots[0]["longest"] == 0.0
+
+
+def test_waits_without_whom_are_no_map():
+    report = samples.report("training", [samples.row({"rank": 0}, "waited", "s", "lower", [[1.0]])])
+    assert wait_plots([Shown(report)], PageFigures()) == ""
