@@ -5,8 +5,7 @@ import msgspec
 from shoal.bench.compare import CompareConfig, Finish, compared, metrics_of
 from shoal.bench.frame import Measured, _Collected, measured
 from shoal.report import Report
-from shoal.simulate.job import Job
-from shoal.simulate.record import CourseRecord, Moment
+from shoal.simulate.job import CourseRecord, Job, Moment
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import World
 

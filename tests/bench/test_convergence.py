@@ -27,7 +27,7 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.doctor.machine import Memory
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import show
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureSettings
 
 SMALL = ConvergenceConfig(
     num_experts=4, layer_dim=8, num_layers=2, num_active=2, num_trainers=3, steps=8, eval_every=3, num_seeds=2

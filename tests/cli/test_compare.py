@@ -9,7 +9,7 @@ import torch
 from shoal.cli import compare as module
 from shoal.cli.program import run
 from shoal.report import load
-from shoal.simulate import classified
+from shoal.simulate import tasks as classified
 from shoal.simulate.task_facts import facts_of
 from shoal.transport.network.distributions import Exponential
 

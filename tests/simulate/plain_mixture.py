@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.experts.classes import LahFeedForward
-from shoal.simulate.mixture_bank import ExpertBank
-from shoal.simulate.mixture_model import MixtureModel
+from shoal.simulate.mixture.experts import ExpertBank
+from shoal.simulate.mixture.model import MixtureModel
 
 TINY = {"num_experts": 5, "num_layers": 2, "num_active": 2, "layer_dim": 6, "num_trainers": 3, "steps": 12}
 

@@ -3,8 +3,7 @@ import pytest
 
 from shoal.core import ShoalError, UsageError
 from shoal.simulate.contest import Errand, run_job, run_task
-from shoal.simulate.job import Job
-from shoal.simulate.record import CourseRecord
+from shoal.simulate.job import CourseRecord, Job
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript, Profile
 from shoal.transport.network.distributions import Exponential

@@ -3,9 +3,8 @@ import math
 import pytest
 import torch
 
-from shoal.simulate.course import course_of, states_of
-from shoal.simulate.job import Job, ModelSnapshot, WorkerLog
-from shoal.simulate.record import CourseRecord, Moment
+from shoal.simulate.contest import course_of, states_of
+from shoal.simulate.job import CourseRecord, Job, ModelSnapshot, Moment, WorkerLog
 from shoal.simulate.tasks import make_task
 
 JOB = Job(task="quadratic", strategy="pair", num_workers=2, steps=20, eval_every=10)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from shoal.simulate.examples import accuracy_of, batches_of
+from shoal.simulate.tasks import accuracy_of, batches_of
 
 
 def test_batches_are_whole_and_of_one_epoch_after_another():

@@ -7,7 +7,7 @@ import torch
 
 from shoal.simulate.contest import run_workers
 from shoal.simulate.job import Job
-from shoal.simulate.stacked import RULES, run_stacked
+from shoal.simulate.stacked.executor import RULES, run_stacked
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import Compute, World
 from shoal.transport import Profile

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from shoal.simulate.mixture import Data, MixtureResult, run_mixture
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.experiment import Data, MixtureResult, run_mixture
+from shoal.simulate.mixture.settings import MixtureSettings
 from simulate.plain_mixture import TINY
 
 DENSE = {"model": "large-ffn", "num_layers": 1, "layer_dim": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.simulate.mixture_adam import AdamMoments, adam_step
+from shoal.simulate.mixture.experts import AdamMoments, adam_step
 
 
 def test_each_tensor_has_its_own_number_of_steps_and_gradients_may_lie_otherwise() -> None:

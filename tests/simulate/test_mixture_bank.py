@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.simulate.mixture_bank import ExpertBank
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.experts import ExpertBank
+from shoal.simulate.mixture.settings import MixtureSettings
 from simulate.plain_mixture import TINY, expert_of, flat_gradient
 
 LAYER_EXPERTS = TINY["num_experts"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shoal.simulate.mixture_bank import ExpertBank
-from shoal.simulate.mixture_model import MixtureModel, StepGradients
-from shoal.simulate.mixture_settings import NUM_CLASSES, NUM_FEATURES, MixtureSettings
+from shoal.simulate.mixture.experts import ExpertBank
+from shoal.simulate.mixture.model import MixtureModel, StepGradients
+from shoal.simulate.mixture.settings import NUM_CLASSES, NUM_FEATURES, MixtureSettings
 from simulate.plain_mixture import TINY, PlainMixture, flat_gradient
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}

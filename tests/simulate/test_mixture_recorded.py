@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.simulate.mixture_model import MixtureModel
-from shoal.simulate.mixture_recorded import RecordedStep
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.model import MixtureModel, RecordedStep
+from shoal.simulate.mixture.settings import MixtureSettings
 from simulate.plain_mixture import TINY
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.simulate.mixture_model import MixtureModel
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.model import MixtureModel
+from shoal.simulate.mixture.settings import MixtureSettings
 from simulate.plain_mixture import TINY
 
 

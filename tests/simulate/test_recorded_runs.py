@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from recorded import check_recorded, recorded
-from shoal.simulate.contest import run_workers
-from shoal.simulate.course import course_of
+from shoal.simulate.contest import course_of, run_workers
 from shoal.simulate.job import Job
-from shoal.simulate.stacked import RULES, run_stacked
-from shoal.simulate.task import Score, Task
-from shoal.simulate.tasks import TASKS
+from shoal.simulate.stacked.executor import RULES, run_stacked
+from shoal.simulate.tasks import TASKS, Score, Task
 from shoal.simulate.world import Compute, World
 from shoal.strategies import BUILT_IN, canonical
 from shoal.transport import FaultScript, Profile

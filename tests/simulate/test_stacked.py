@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shoal.core import UsageError
+from shoal.simulate.exact import beginner
 from shoal.simulate.job import Job
-from shoal.simulate.stacked import StackedRun, run_stacked
+from shoal.simulate.stacked.executor import StackedRun, run_stacked
 from shoal.simulate.tasks import make_task
-from shoal.simulate.training import beginner
 from shoal.simulate.world import World
 from shoal.topology import make_topology, spectral_gap
 from shoal.transport import FaultScript, Profile

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.simulate.stacked_mixing import Everybody, MachineRounds, Rounds
+from shoal.simulate.stacked.model import Everybody, MachineRounds, Rounds
 from shoal.topology import from_matrix, make_topology
 
 SIZE = 24

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from shoal.core import Address
-from shoal.simulate.stacked_mixing import MachineRounds, Rounds, all_edges
-from shoal.simulate.stacked_tape import Ring, Tape
-from shoal.simulate.stacked_times import times_of
+from shoal.simulate.stacked.model import MachineRounds, Rounds, all_edges
+from shoal.simulate.stacked.replay import Ring, Tape, times_of
 from shoal.simulate.world import Compute, World
 from shoal.topology import make_topology
 from shoal.transport import Profile

@@ -124,7 +124,7 @@ def test_a_task_that_is_not_there_is_refused():
 def test_mnist_is_evaluated_on_a_fifth_of_its_tests(monkeypatch):
     images = torch.arange(50.0).reshape(50, 1, 1, 1).expand(-1, 1, 28, 28)
     labels = torch.arange(50) % 10
-    monkeypatch.setattr("shoal.simulate.classified._mnist", lambda train, folder: (images, labels))
+    monkeypatch.setattr("shoal.simulate.tasks._mnist", lambda train, folder: (images, labels))
     task = task_of("mnist")
     assert task._test[0][:, 0, 0, 0].tolist() == list(range(0, 50, 5))
     assert task.model()(taken(task, 0)[0][0]).shape == (8, 10)

@@ -535,7 +535,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
 def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
     """Make what one worker trains, where its examples are."""
     from shoal.data.seeds import mix
-    from shoal.simulate.examples import batches_of
+    from shoal.simulate.tasks import batches_of
 
     device = part[0].device
     batches = batches_of(part, config.batch_size, mix(config.seed, rank))
@@ -558,7 +558,7 @@ class AccuracyWorker:
 
     def warm_up(self) -> None:
         """Do what takes longer when a process does it for the first time."""
-        from shoal.simulate.examples import accuracy_of
+        from shoal.simulate.tasks import accuracy_of
 
         trainee = trainee_of(self._config, next(iter(self._parts.values())), self._place.rank)
         for _ in range(_WARM_STEPS):
@@ -600,7 +600,7 @@ class AccuracyWorker:
         self._stack.__exit__(*failure)
 
     def _evaluate(self, seconds: float) -> Evaluation:
-        from shoal.simulate.examples import accuracy_of
+        from shoal.simulate.tasks import accuracy_of
         from shoal.strategies.averaging import common_model
 
         assert self._attached is not None
@@ -628,7 +628,7 @@ def beginner(config: AccuracyConfig, device: torch.device | None = None) -> tupl
     from torch.optim import SGD
 
     from shoal.models import mlp, small_cnn, small_mlp
-    from shoal.simulate.classified import MNIST_WIDTHS
+    from shoal.simulate.tasks import MNIST_WIDTHS
 
     torch.manual_seed(config.seed)
     if config.model == "small-cnn":

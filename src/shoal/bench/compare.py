@@ -26,9 +26,8 @@ from shoal.data.splits import IID, check_split
 from shoal.report.units import digits
 from shoal.simulate.contest import Errand, Executor
 from shoal.simulate.exact import run_exact
-from shoal.simulate.job import Job
-from shoal.simulate.record import CourseRecord, Moment
-from shoal.simulate.stacked import refuse_unfit
+from shoal.simulate.job import CourseRecord, Job, Moment
+from shoal.simulate.stacked.executor import refuse_unfit
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World

@@ -22,12 +22,10 @@ from shoal.group.base import Group
 from shoal.group.conditions import Shaped
 from shoal.group.operations import ClockSleeper
 from shoal.report.storage import write_atomically
-from shoal.simulate.charging import charged
-from shoal.simulate.course import course_of
-from shoal.simulate.job import Job, WorkerLog
-from shoal.simulate.record import CourseRecord
+from shoal.simulate.contest import course_of
+from shoal.simulate.exact import Trainer, charged, serve
+from shoal.simulate.job import CourseRecord, Job, WorkerLog
 from shoal.simulate.tasks import make_task
-from shoal.simulate.training import Trainer, serve
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Profile
 

@@ -40,10 +40,10 @@ from shoal.report.curves import BEHIND, STALENESS
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, histogram_items, title_line
-from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureSettings
 
 if TYPE_CHECKING:
-    from shoal.simulate.mixture_settings import MixtureSettings
+    from shoal.simulate.mixture.settings import MixtureSettings
 
 
 ACCURACY, ACCURACY_5, FINAL_LOSS = "val_accuracy", "val_accuracy_last_5", "final_val_loss"
@@ -337,7 +337,7 @@ def together(tell: Tell, steps: int, num_seeds: int) -> Tell:
 def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Train with one seed, in a process of the pool: its `SeedCourse`, or the `error` where it diverged."""
     from shoal.data import mnist
-    from shoal.simulate.mixture import run_mixture
+    from shoal.simulate.mixture.experiment import run_mixture
 
     settings = msgspec.convert(task["settings"], MixtureSettings)
     began_s = time.perf_counter()

@@ -1,32 +1,204 @@
-"""The exact executor: a thread for each worker, one at a time, in virtual time.
+"""The exact executor: a thread for each worker, one at a time, in virtual time, with the real strategies.
 
-Programs and strategies run in it unchanged, each worker with a group of its own; up to some 128 workers. For
-more, `stacked`.
+`Trainer` is one worker's training, whatever group it is in, virtual or real. `charged` tells whoever lets
+time pass what each step of a model costs, as the model runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import torch
 from torch import nn
+from torch.optim import SGD
 
 from shoal.core import Address, Clock, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun
 from shoal.core.turns import Ended, Turn, Turns
-from shoal.group.base import Group
+from shoal.group import Group
 from shoal.group.conditions import Faulty
+from shoal.group.elastic import elastic_of
+from shoal.group.observed import Metered
 from shoal.group.opening import WithServers
 from shoal.group.operations import ClockSleeper
 from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
-from shoal.simulate.charging import charged
 from shoal.simulate.elastic import ElasticWorld
+from shoal.simulate.job import ModelSnapshot, WorkerLog
+from shoal.simulate.tasks import Task
 from shoal.simulate.world import StepCosts, World
+from shoal.strategies import Strategy, make_strategy
+from shoal.strategies.parameter_server import ParameterServer
+from shoal.strategies.staleness import Staleness
 from shoal.transport import Conditions
+
+
+class Payer(Protocol):
+    """Lets the time of a step pass."""
+
+    def begin(self, seconds: float) -> None:
+        """Forward begins, and is to take so long."""
+
+    def end_forward(self) -> None:
+        """Forward has been computed."""
+
+    def add(self, seconds: float) -> None:
+        """A gradient has come, and so much of backward is over."""
+
+
+@contextlib.contextmanager
+def charged(model: nn.Module, costs: StepCosts, forward_share: float, payer: Payer) -> Iterator[None]:
+    """While the block lasts a training step of the model takes what `costs` say.
+
+    Its forward takes its share, its backward the rest as gradients come, by the size of each. Begin it before
+    the strategy is attached, so that a gradient's time has passed when it is shared.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num_elements = max(1, sum(parameter.numel() for parameter in trained))
+    backward_s = 0.0
+
+    def is_training(module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled()
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        nonlocal backward_s
+        if is_training(module):
+            step_s = costs.next_s()
+            backward_s = (1 - forward_share) * step_s
+            payer.begin(forward_share * step_s)
+
+    def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
+        if is_training(module):
+            payer.end_forward()
+
+    def after_gradient(parameter: torch.Tensor) -> None:
+        payer.add(backward_s * parameter.numel() / num_elements)
+
+    hooks: list[Any] = [
+        model.register_forward_pre_hook(before_forward),
+        model.register_forward_hook(after_forward),
+    ]
+    hooks += [each.register_post_accumulate_grad_hook(after_gradient) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+Charged = Callable[[nn.Module], contextlib.AbstractContextManager[object]]
+"""Makes what a step of the model costs count; entered before a strategy is attached."""
+_ONE_SIDED = ("fetch", "read")
+"""What only the receiver counts."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Trainer:
+    """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self.log = WorkerLog(rank=rank, snapshots=[], waited_s=[], is_joining=rank >= task.job.num_workers)
+        self._task = task
+
+    def train(
+        self, group: Group, clock: Clock, charged: Charged, begin: Callable[[], None] = _nothing
+    ) -> None:
+        """All steps of the job; an error of Shoal's ends them, and the others find this worker lost.
+
+        Collective: they begin together, but for one that joins. `begin` is called right before the first
+        step.
+        """
+        metered = Metered(group, clock)
+        try:
+            self._train(metered, clock, charged, begin)
+        except ShoalError as error:
+            self.log.ended = first_line(error)
+            group.close(error)
+        except SystemExit:
+            self.log.ended = "it has left."
+            raise
+        finally:
+            if not self.log.is_done(self._task.job.steps):
+                self.log.ended_at_s = clock.now_s()
+
+    def _train(self, group: Metered, clock: Clock, charged: Charged, begin: Callable[[], None]) -> None:
+        job, log = self._task.job, self.log
+        model, optimizer = beginner(self._task)
+        batches = self._task.batches(log.rank)
+        strategy = make_strategy(group, job.strategy, **job.options)
+        with charged(model), strategy.attach(model, optimizer, stays=True):
+            if not log.is_joining:
+                group.barrier().wait()
+            group.reset()
+            waited_before_s = list(group.stats.waited_s)
+            self._look(strategy.steps, model, group, clock)
+            begin()
+            # where workers come and go a step may have to be done again, or others have done some before
+            while strategy.steps < job.steps:
+                inputs, labels = next(batches)
+                optimizer.zero_grad()
+                self._task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                step = strategy.steps
+                is_due = step % job.eval_every == 0 or step == job.steps
+                if is_due and step > log.snapshots[-1].step:
+                    if elastic_of(group) is None:  # ranks are others in each generation
+                        pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
+                        log.waited_s = [now_s - before_s for now_s, before_s in pairs]
+                    log.staleness = staleness_of(strategy)
+                    self._look(step, model, group, clock)
+
+    def _look(self, step: int, model: nn.Module, group: Metered, clock: Clock) -> None:
+        traffic = group.totals()
+        one_sided = [traffic[name].received_bytes for name in _ONE_SIDED if name in traffic]
+        snapshot = ModelSnapshot(
+            step=step,
+            at_s=clock.now_s(),
+            sent_bytes=sum(each.sent_bytes for each in traffic.values()),
+            received_bytes=sum(one_sided),
+            tensors=[tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())],
+        )
+        self.log.snapshots.append(snapshot)
+
+
+def first_line(error: ShoalError) -> str:
+    """What happened, without why and what next."""
+    return str(error).splitlines()[0]
+
+
+def serve(task: Task, group: Group) -> dict[int, int]:
+    """What a parameter server does until all workers are done with it; how far behind their pushes were."""
+    strategy = make_strategy(group, task.job.strategy, **task.job.options)
+    assert isinstance(strategy, ParameterServer)
+    strategy.serve(*beginner(task))
+    return staleness_of(strategy)
+
+
+def beginner(task: Task) -> tuple[nn.Module, SGD]:
+    """A model that has learned nothing, and its optimizer."""
+    model = task.model()
+    return model, SGD(model.parameters(), lr=task.job.learning_rate, momentum=task.job.momentum)
+
+
+def staleness_of(strategy: Strategy) -> dict[int, int]:
+    """Rounds by how far behind the models were that this member has mixed; empty where it counts none."""
+    counted = getattr(strategy, "staleness", None)
+    return counted.counts if isinstance(counted, Staleness) else {}
+
+
+def load_tensors(model: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """What a snapshot has, into a model."""
+    with torch.no_grad():
+        for mine, given in zip((*model.parameters(), *model.buffers()), tensors, strict=True):
+            mine.copy_(given)
+
 
 T = TypeVar("T")
 
@@ -76,11 +248,11 @@ class Worker:
         return charged(model, self._costs, self._forward_share, self)
 
     def begin(self, seconds: float) -> None:
-        """Of `charging.Payer`: at once, and so is `add`."""
+        """Pays at once, as `Payer` says, and so does `add`."""
         self.compute(seconds)
 
     def end_forward(self) -> None:
-        """Of `charging.Payer`: its time has passed."""
+        """Says, as `Payer` does, that its time has passed."""
 
     add = begin
 

@@ -1,14 +1,18 @@
-"""What a worker is to do in a contest, and what it tells of it; the same in virtual time and in real."""
+"""One job of a contest: what a worker is to do, what it tells of it, and the record of how it went.
+
+A record is plain numbers, which go from a process of the pool to the report.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
 
 from shoal.core import UsageError
 from shoal.data.splits import IID, check_split
+from shoal.simulate.task_facts import facts_of
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,3 +80,84 @@ class WorkerLog(msgspec.Struct, kw_only=True):
     def is_done(self, steps: int) -> bool:
         """Whether it did all of them, whatever came after."""
         return bool(self.snapshots) and self.snapshots[-1].step == steps
+
+
+DIVERGED = "it diverged"
+"""How the error of a run begins whose models were no longer finite."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers' models, at one time."""
+
+    step: float
+    """Mean over the workers."""
+    at_s: float
+    """Since the first step began; virtual, or real where the workers were."""
+    moved_bytes: int
+    """From one member to another until then, each counted once."""
+    value: float
+    """The score of the mean of all models."""
+    worst: float
+    """The score of the worst worker's own."""
+    loss: float
+    """Of the mean of all models."""
+    consensus_distance: float
+    """Root mean square, over workers, of the distance of a worker's parameters from the mean of all."""
+
+
+class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """From the first model to the last; all numbers are finite."""
+
+    job: Job
+    moments: list[Moment]
+    """In order of time, the first before the first step; up to where a model was no longer finite."""
+    waited_s: list[list[float]] = []
+    """By rank, and by the rank that it waited for."""
+    staleness: dict[int, int] = {}
+    """Of all workers: rounds by exactly how far behind the model was; empty for synchronous strategies."""
+    ended: dict[int, str] = {}
+    """Why ranks did not do all their steps."""
+    num_joined: int = 0
+    """Workers that came later."""
+    error: str = ""
+    """What was wrong with the whole of it (it diverged, it could not start); else empty."""
+
+    def reached(self, target: float) -> Moment | None:
+        """The first moment at which the mean model was as good as that."""
+        facts = facts_of(self.job.task)
+        return next((moment for moment in self.moments if facts.is_reached(moment.value, target)), None)
+
+    @property
+    def best(self) -> Moment | None:
+        """Where the mean model was best; None without moments."""
+        facts = facts_of(self.job.task)
+        sign = 1.0 if facts.direction == "higher" else -1.0
+        return max(self.moments, key=lambda moment: sign * moment.value, default=None)
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether nobody did all its steps: what was at the end is then no result."""
+        return len(self.ended) == self.job.num_workers + self.num_joined
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its models were no longer finite."""
+        return self.error.startswith(DIVERGED)
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """Over all rounds, one that is ahead as 0; None where nothing is counted."""
+        total = sum(self.staleness.values())
+        if not total:
+            return None
+        return sum(max(behind, 0) * count for behind, count in self.staleness.items()) / total
+
+    def plain(self) -> dict[str, Any]:
+        """Gives the record as plain values, for JSON."""
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return values
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Self:
+        """What `plain` gave, also after JSON."""
+        return msgspec.convert(values, cls, str_keys=True)

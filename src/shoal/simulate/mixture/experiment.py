@@ -1,8 +1,4 @@
-"""Learning@home's convergence experiment in virtual time: trainers whose gradients arrive late.
-
-Events are computed one after another in the order of their virtual times, so a run takes what its arithmetic
-takes and the same settings give the same bits. Ryabinin & Gusev 2020, section 4.2.
-"""
+"""Learning@home's convergence experiment in virtual time: trainers whose gradients arrive late."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import torch
 
 from shoal.core import UsageError
 from shoal.data.seeds import mix
-from shoal.simulate.mixture_model import MixtureModel
-from shoal.simulate.mixture_settings import MixtureSettings
-from shoal.simulate.mixture_steps import StepGradients
+from shoal.simulate.mixture.model import MixtureModel, StepGradients
+from shoal.simulate.mixture.settings import MixtureSettings
 from shoal.transport.network.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081

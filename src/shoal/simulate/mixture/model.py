@@ -1,21 +1,126 @@
 """The network of the convergence experiment: a linear layer, mixtures or dense blocks, a norm, logits.
 
-It computes losses and gradients, those of several trainers at once where they have the same parameters; when
-gradients take effect is for `mixture` to say.
+On an accelerator one trainer's step is recorded once, and replayed by one launch instead of hundreds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import torch
 from torch.nn import functional
 
-from shoal.simulate.mixture_adam import AdamMoments, adam_step
-from shoal.simulate.mixture_bank import ExpertBank
-from shoal.simulate.mixture_experts import Routing, evaluate_rows, through_experts
-from shoal.simulate.mixture_recorded import RecordedStep
-from shoal.simulate.mixture_settings import EVALUATION_ROWS, NUM_CLASSES, NUM_FEATURES, MixtureSettings
-from shoal.simulate.mixture_steps import Pass, StepGradients
+from shoal.simulate.mixture.experts import (
+    AdamMoments,
+    ExpertBank,
+    Routing,
+    adam_step,
+    evaluate_rows,
+    through_experts,
+)
+from shoal.simulate.mixture.settings import EVALUATION_ROWS, NUM_CLASSES, NUM_FEATURES, MixtureSettings
+
+
+class StepGradients(msgspec.Struct, kw_only=True):
+    """Of one trainer's step, on their way."""
+
+    loss: torch.Tensor
+    trunk: list[torch.Tensor]
+    """Of everything but experts; matrices, as they are few."""
+    rows: list[int]
+    """In the bank's pool, one for each expert of each sample in each layer."""
+    experts: torch.Tensor
+    """Of the rows; −1 where the gradient was lost."""
+    num_layers: int
+    _listed: list[int] = []
+
+    def of_layer(self, layer: int) -> tuple[list[int], list[int]]:
+        """Rows and their experts."""
+        if not self._listed:
+            self._listed = self.experts.tolist()
+        size = len(self.rows) // self.num_layers
+        span = slice(layer * size, (layer + 1) * size)
+        return self.rows[span], self._listed[span]
+
+
+class Pass(msgspec.Struct):
+    """Of some trainers at once."""
+
+    losses: torch.Tensor
+    trunk: tuple[torch.Tensor, ...]
+    """Gradients, `[trainers, …]`."""
+    experts: torch.Tensor
+    """`[trainers, layers · rows]`."""
+    rows: list[list[int]]
+    """By layer, in the order of trainers, samples and their experts."""
+
+
+_NUM_REHEARSALS = 3
+"""Before a step can be recorded, libraries have to be loaded and buffers allocated."""
+
+
+class RecordedStep:
+    """On the CPU, where there is nothing to record, it is computed anew each time."""
+
+    def __init__(self, model: MixtureModel, generator: torch.Generator) -> None:
+        settings = model.settings
+        device = torch.device(settings.device)
+        self._model = model
+        self._generator = generator
+        self._x = torch.zeros(1, settings.batch_size, NUM_FEATURES, device=device)
+        self._labels = torch.zeros(1, settings.batch_size, dtype=torch.int64, device=device)
+        self._num_rows = settings.num_layers * settings.rows_a_layer
+        self._staging = model.bank.pool.take(self._num_rows, 0)
+        self._address = 0
+        self._replay: Callable[[], Pass] | None = None
+
+    def run(self, x: torch.Tensor, labels: torch.Tensor) -> StepGradients:
+        """Of one trainer: `[1, batch, features]`."""
+        bank, settings = self._model.bank, self._model.settings
+        for layer in range(settings.num_layers):
+            bank.update(layer)
+        self._x.copy_(x)
+        self._labels.copy_(labels)
+        address = bank.pool.span(0, 1).data_ptr()
+        if self._replay is None or self._address != address:
+            self._replay, self._address = self._record(), address
+        done = self._replay()
+        first = bank.pool.take(self._num_rows, bank.num_updates)
+        bank.pool.span(first, self._num_rows).copy_(bank.pool.span(self._staging, self._num_rows))
+        return StepGradients(
+            loss=done.losses[0].clone(),
+            trunk=[part[0].clone(memory_format=torch.contiguous_format) for part in done.trunk],
+            rows=list(range(first, first + self._num_rows)),
+            experts=done.experts[0].clone(),
+            num_layers=settings.num_layers,
+        )
+
+    def _pass(self) -> Pass:
+        settings = self._model.settings
+        firsts = range(self._staging, self._staging + self._num_rows, settings.rows_a_layer)
+        return self._model.pass_through(self._x, self._labels, list(firsts))
+
+    def _record(self) -> Callable[[], Pass]:
+        if self._x.device.type != "cuda":
+            return self._pass
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_NUM_REHEARSALS):
+                self._pass()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        with torch.cuda.graph(graph):
+            done = self._pass()
+
+        def replay() -> Pass:
+            graph.replay()
+            return done
+
+        return replay
+
 
 _GATHERED_ROWS = 32
 """Up to so many, an accelerator gathers the weights of each row; of more, several share an expert."""

@@ -1,36 +1,97 @@
 """The stacked executor: all workers in one tensor, for strategies that mix linearly and in lockstep.
 
-Thousands of workers, as fast as one product over the edges of a round; `exact` runs any program instead, one
-thread for each worker. Both tell the same of a job. A model is what `stacked_model` says, a strategy's step
-what `stacked_rules`, time what `stacked_times`.
+What a strategy asks of its group before the first step is found by a rehearsal with one worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from shoal.core import UsageError
+from shoal.group import Handle
+from shoal.group.base import Done, GroupStats
+from shoal.group.solo import SoloGroup
+from shoal.simulate.exact import beginner
 from shoal.simulate.job import Job, ModelSnapshot, WorkerLog
-from shoal.simulate.stacked_exact_rules import DiffusionRule, ExtraRule, MomentumRule, TrackingRule
-from shoal.simulate.stacked_model import EXACT, StackedModel
-from shoal.simulate.stacked_rules import (
+from shoal.simulate.stacked.model import EXACT, StackedModel, all_edges, edges_from
+from shoal.simulate.stacked.replay import Tape, times_of
+from shoal.simulate.stacked.rules import (
     AllReduceRule,
+    DiffusionRule,
+    ExtraRule,
     HierarchicalRule,
     LocalSGDRule,
+    MomentumRule,
     NeighborRule,
     Rule,
     SmaRule,
     StackedSGD,
     Stage,
+    TrackingRule,
 )
-from shoal.simulate.stacked_start import rehearse
-from shoal.simulate.stacked_tape import Tape
-from shoal.simulate.stacked_times import times_of
-from shoal.simulate.tasks import make_task
+from shoal.simulate.tasks import Task, make_task
 from shoal.simulate.world import World
+from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.options import read_options
 from shoal.strategies.registry import canonical, find
 from shoal.strategies.session import rate_factor
+
+_MOST_STARTED = 127
+"""What workers say of themselves at the start is equally long up to this rank. In a larger world, which the
+exact executor is not for, a start of all with all would cost more than the training: they begin at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    size_bytes: int
+    root: int | None = None
+    """None: from everybody to everybody."""
+
+
+class _Rehearsal(SoloGroup):
+    """Rank 0 among others that all do and say the same."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.patience)
+        self.size = world.num_workers
+        self.num_machines = world.num_machines
+        self.machines = [world.machine_of(rank) for rank in range(world.num_workers)]
+        self.calls: list[_Call] = []
+
+    @property
+    def members(self) -> Sequence[int]:
+        return range(self.size)
+
+    @property
+    def stats(self) -> GroupStats:
+        return GroupStats(sent_bytes=0, received_bytes=0, waited_s=(0.0,) * self.size)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        self.calls.append(_Call(tensor.nbytes, root))
+        return Done(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        self.calls.append(_Call(tensor.nbytes))
+        return Done([tensor] * self.size)
+
+
+def rehearse(task: Task, world: World, tape: Tape) -> Strategy:
+    """The strategy, detached after its start, which goes on the tape; UsageError where it does not fit."""
+    group = _Rehearsal(world)
+    strategy = make_strategy(group, task.job.strategy, **task.job.options)
+    with strategy.attach(*beginner(task), stays=True):
+        pass
+    if world.num_workers <= _MOST_STARTED + 1:
+        everybody = all_edges(world.num_workers)
+        for call in [*group.calls, _Call(0)]:  # the last is the barrier before the first step
+            is_for_all = call.root is None
+            edges = everybody if call.root is None else edges_from(call.root, world.num_workers)
+            tape.wait(tape.exchange(edges, call.size_bytes, is_for_all=is_for_all))
+    return strategy
+
 
 RULES: dict[str, type[Rule]] = {
     "all-reduce": AllReduceRule,

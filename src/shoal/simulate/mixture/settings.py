@@ -1,7 +1,4 @@
-"""What the convergence experiment of Learning@home is told, and what memory it will take.
-
-Ryabinin & Gusev 2020, section 4.2. Without torch, so that a command can check its flags before it starts.
-"""
+"""What the convergence experiment of Learning@home is told, and what memory it will take."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""A mixture of experts that many trainers share, with stale gradients."""

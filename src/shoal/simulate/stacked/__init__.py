@@ -1,0 +1,1 @@
+"""The stacked executor: all workers' parameters are rows of one matrix, and times are computed afterwards."""
