@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("growing_program.py")
 class GrowingRun:
     """One run; ends with the block."""
 
-    def __init__(self, folder, num_workers, *options, width=16, pause_s=0.01, max_workers=8):
+    def __init__(self, folder, num_workers, *options, task=16, pause_s=0.01, max_workers=8):
         self.folder = folder
         command = [
             sys.executable,
@@ -33,7 +33,7 @@ class GrowingRun:
             "--max-np",
             max_workers,
         ]
-        command += [*options, PROGRAM, folder, width, pause_s]
+        command += [*options, PROGRAM, folder, task, pause_s]
         self.lines: list[str] = []
         self._came = threading.Condition()
         self.process = subprocess.Popen(
@@ -139,6 +139,26 @@ class GrowingRun:
         for note in self.steps():
             found[note["epoch"]].update(note["items"])
         return found
+
+    def check_examples(self, num_examples):
+        """Each example once in each epoch that is over, but for those that were listed.
+
+        Whether the last step of a killed worker counted, the others know and its notes do not.
+        """
+        notes = self.notes()
+        listed = defaultdict(list)
+        for note in notes:
+            for epoch, items in note.get("lost", {}).items():
+                listed[int(epoch)] += items
+        last = {note["pid"]: note for note in notes if "taken" in note or "step" in note}
+        open_ends = [note for note in last.values() if "taken" in note]
+        counts = self.items_by_epoch()
+        for epoch in sorted(counts)[:-1]:
+            uncertain = {item for note in open_ends if note["epoch"] == epoch for item in note["items"]}
+            uncertain.update(listed[epoch])
+            missing = set(range(num_examples)) - set(counts[epoch])
+            assert missing <= uncertain, (epoch, missing, listed)
+            assert {item for item, count in counts[epoch].items() if count > 1} <= uncertain, (epoch, listed)
 
 
 def _is_alive(pid):
