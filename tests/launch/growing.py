@@ -14,6 +14,8 @@ from pathlib import Path
 
 from shoal.launch.live import ask_to_scale
 
+PATIENCE_S = 150.0
+"""What has not happened by then hangs: the import of torch alone takes half a minute on a busy machine."""
 PROGRAM = Path(__file__).with_name("growing_program.py")
 
 
@@ -68,7 +70,7 @@ class GrowingRun:
                 self.lines.append(line.rstrip())
                 self._came.notify_all()
 
-    def line(self, pattern, timeout_s=40.0):
+    def line(self, pattern, timeout_s=PATIENCE_S):
         """Waits for a line, and gives the match."""
 
         def found():
@@ -102,7 +104,7 @@ class GrowingRun:
     def alive(self):
         return [pid for pid in self.pids() if _is_alive(pid)]
 
-    def wait_until(self, is_so, what, timeout_s=40.0):
+    def wait_until(self, is_so, what, timeout_s=PATIENCE_S):
         end_s = time.monotonic() + timeout_s
         while not is_so():
             assert self.process.poll() is None, (what, self.process.returncode, self.lines)

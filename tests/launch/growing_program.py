@@ -66,16 +66,17 @@ def is_over():
         return False
 
 
-note(began=True)
+if group.role == "worker":
+    note(began=True)
 with strategy.attach(model, optimizer) as session:
     session.on_resize(lambda old, new: note(resized=[old, new]))
     while not is_over():
         epoch = loader.epoch
         for numbers, *batch in loader:
+            before, what = strategy.steps, {"epoch": epoch, "items": numbers.tolist()}
+            note(taken=True, **what)  # before the backward pass, in which gradients are shared
             optimizer.zero_grad()
             loss_of(*batch).backward()
-            before, what = strategy.steps, {"epoch": epoch, "items": numbers.tolist()}
-            note(taken=True, **what)
             try:
                 optimizer.step()  # who is to leave does not return from it
             finally:

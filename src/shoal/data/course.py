@@ -64,6 +64,8 @@ class Course:
         """By epoch: what lost workers had taken, and what may be missing from what was learned."""
         self._marked: tuple[Iteration, int] | None = None
         """The iteration and its number of taken items at the last `mark`, or when it began."""
+        self._most_items = 0
+        """The most that were taken between two marks."""
 
     @property
     def is_resuming(self) -> bool:
@@ -86,7 +88,14 @@ class Course:
     def mark(self) -> None:
         """Remembers that what was taken until now has been trained on."""
         if self._current is not None:
+            if self._marked is not None and self._marked[0] is self._current:
+                self._most_items = max(self._most_items, self._current.num_taken - self._marked[1])
             self._marked = self._current, self._current.num_taken
+
+    @property
+    def items_per_step(self) -> int:
+        """The most items that were taken for one step, and at least a batch."""
+        return max(self._most_items, self.items_per_batch)
 
     def roll_back(self) -> None:
         """Gives back what was taken since the last mark: it has not been trained on."""
@@ -102,19 +111,20 @@ class Course:
         self.load_state_dict(state)
         self._marked = None
 
-    def note_lost(self, place: Sequence[Any], part: Part, num_batches: int, spread: int = 0) -> Sequence[Any]:
+    def note_lost(
+        self, place: Sequence[Any], part: Part, num_batches: int, num_more: int = 0
+    ) -> Sequence[Any]:
         """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
 
-        `place` is its [epoch, legs, num_taken], where it may have taken `spread` items more or fewer; `part`
-        is what part of the data it had. Without a known order there are no items.
+        `place` is its [epoch, legs, num_taken], where it may have taken `num_more` items more; `part` is what
+        part of the data it had. Without a known order there are no items.
         """
         epoch, legs, num_taken = place
         if self.order_of is None or num_taken >= ALL:
             return ()
         left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
-        spread += self.items_per_batch if spread else 0
-        first = max(0, num_taken - num_batches * self.items_per_batch - spread)
-        items = list(itertools.islice(left_out, first, num_taken + spread))
+        first = max(0, num_taken - num_batches * self.items_per_batch)
+        items = list(itertools.islice(left_out, first, num_taken + num_more))
         self.lost_items.setdefault(epoch, []).extend(items)
         return items
 
