@@ -155,7 +155,10 @@ class GrowingRun:
         last = {note["pid"]: note for note in notes if "taken" in note or "step" in note}
         open_ends = [note for note in last.values() if "taken" in note]
         counts = self.items_by_epoch()
-        for epoch in sorted(counts)[:-1]:
+        finished = [note["pid"] for note in notes if "finished" in note]
+        # all end after the same step, which may be in another epoch of each
+        num_over = min(note["epoch"] for note in last.values() if note["pid"] in finished)
+        for epoch in range(num_over):
             uncertain = {item for note in open_ends if note["epoch"] == epoch for item in note["items"]}
             uncertain.update(listed[epoch])
             missing = set(range(num_examples)) - set(counts[epoch])

@@ -64,6 +64,8 @@ class Course:
         """By epoch: what lost workers had taken, and what may be missing from what was learned."""
         self._marked: tuple[Iteration, int] | None = None
         """The iteration and its number of taken items at the last `mark`, or when it began."""
+        self._previous: Iteration | None = None
+        """The one before the present one, if the workers were the same then."""
         self._most_items = 0
         """The most that were taken between two marks."""
 
@@ -79,6 +81,7 @@ class Course:
 
     def begin(self) -> Iteration:
         """The next epoch, or what is left of the one that an earlier run had begun."""
+        self._previous = self._current
         resumed, self._resumed = self._resumed if self.is_resuming else None, None
         self._current = resumed or Iteration(self.epoch, self._ahead.pop(self.epoch, []))
         self._marked = self._current, self._current.num_taken
@@ -109,7 +112,7 @@ class Course:
         self.part = part
         self.num_moves += 1
         self.load_state_dict(state)
-        self._marked = None
+        self._marked = self._previous = None
 
     def note_lost(
         self, place: Sequence[Any], part: Part, num_batches: int, num_more: int = 0
@@ -117,15 +120,21 @@ class Course:
         """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
 
         `place` is its [epoch, legs, num_taken], where it may have taken `num_more` items more; `part` is what
-        part of the data it had. Without a known order there are no items.
+        part of the data it had. The first of the batches may be of the epoch before. Without a known order
+        there are no items.
         """
         epoch, legs, num_taken = place
         if self.order_of is None or num_taken >= ALL:
             return ()
         left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
-        first = max(0, num_taken - num_batches * self.items_per_batch)
-        items = list(itertools.islice(left_out, first, num_taken + num_more))
+        first = num_taken - num_batches * self.items_per_batch
+        items = list(itertools.islice(left_out, max(0, first), num_taken + num_more))
         self.lost_items.setdefault(epoch, []).extend(items)
+        if first < 0 and self._previous is not None and self._previous.epoch == epoch - 1:
+            legs = self._previous.legs
+            earlier = list(self.part_of(self.order_of(self._previous), legs, part))[first:]
+            self.lost_items.setdefault(epoch - 1, []).extend(earlier)
+            items = [*earlier, *items]
         return items
 
     @staticmethod
