@@ -149,6 +149,8 @@ def check_listed(lives, number, local_steps):
     listed = {epoch: {*items} for life in lives.values() for epoch, items in life.lost.items()}
     own = [(epoch, item) for epoch, items in lives[number].trained.items() for item in items]
     num_steps = lives[number].trail[-1][1] % local_steps if lives[number].trail else 0
+    if num_steps == local_steps - 1 and lives[number].doubtful:
+        num_steps = 0  # it was lost in a round: the others may have what it had learned
     for epoch, item in own[len(own) - num_steps * BATCH_SIZE :]:
         assert item in listed.get(epoch, ()), (epoch, item, listed)
     for epoch in range(NUM_EPOCHS):

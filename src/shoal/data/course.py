@@ -120,22 +120,22 @@ class Course:
         """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
 
         `place` is its [epoch, legs, num_taken], where it may have taken `num_more` items more; `part` is what
-        part of the data it had. The first of the batches may be of the epoch before. Without a known order
-        there are no items.
+        part of the data it had. They may reach into the epoch before, and into the next one. Without a known
+        order there are no items.
         """
         epoch, legs, num_taken = place
         if self.order_of is None or num_taken >= ALL:
             return ()
-        left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
-        first = num_taken - num_batches * self.items_per_batch
-        items = list(itertools.islice(left_out, max(0, first), num_taken + num_more))
-        self.lost_items.setdefault(epoch, []).extend(items)
-        if first < 0 and self._previous is not None and self._previous.epoch == epoch - 1:
-            legs = self._previous.legs
-            earlier = list(self.part_of(self.order_of(self._previous), legs, part))[first:]
-            self.lost_items.setdefault(epoch - 1, []).extend(earlier)
-            items = [*earlier, *items]
-        return items
+        before = self._previous is not None and self._previous.epoch == epoch - 1
+        iterations = [self._previous] if before and self._previous is not None else []
+        iterations += [Iteration(epoch, legs), Iteration(epoch + 1, self._ahead.get(epoch + 1, []))]
+        taken = [list(self.part_of(self.order_of(each), each.legs, part)) for each in iterations]
+        at = num_taken + (len(taken[0]) if before else 0)
+        first, last = at - num_batches * self.items_per_batch, at + num_more
+        items = [(each.epoch, item) for each, own in zip(iterations, taken, strict=True) for item in own]
+        for number, item in items[max(0, first) : last]:
+            self.lost_items.setdefault(number, []).append(item)
+        return [item for _, item in items[max(0, first) : last]]
 
     @staticmethod
     def part_of(

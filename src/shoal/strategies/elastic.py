@@ -314,17 +314,20 @@ class ElasticTraining:
                     steps, place = min(
                         seen, key=lambda one: _order(one[1]), default=(self._session.steps, nearest)
                     )
-                    num_batches, num_more = steps % max(1, strategy.options.local_steps) + 1, 0
+                    # between two rounds workers are not together
+                    num_since, period = steps % strategy.options.local_steps, strategy.options.local_steps
+                    num_batches = num_since + 1
+                    num_more = (period - num_since) * loaders.items_per_step[number] if period > 1 else 0
                 else:
                     places, more = lost[rank]
                     place = places[number] if number < len(places) else None
                     place = [*nearest[:2], 0] if place is None else place
-                    num_batches = max(1, strategy.options.local_steps)
+                    num_batches = strategy.options.local_steps
                     num_more = more[number] if number < len(more) else 0
                 others[rank] = place
                 items = loaders.note_lost(number, place, (rank, size), num_batches, num_more)
                 if items and group.rank == first:
-                    _tell_lost(place[0], items, is_certain=strategy.is_lockstep)
+                    _tell_lost(place[0], items)
             merged.append(merge(state, others, size, lost=gone))
         loaders.move(group.rank, group.size, merged)
 
@@ -438,12 +441,12 @@ def _order(place: Sequence[Any]) -> tuple[int, int, int]:
     return place[0], len(place[1]), place[2]
 
 
-def _tell_lost(epoch: int, items: Sequence[Any], *, is_certain: bool) -> None:
+def _tell_lost(epoch: int, items: Sequence[Any]) -> None:
     """Names what a lost worker had taken since it last shared what it had learned."""
     shown = ", ".join(map(str, items[:_MAX_LISTED])) + (", ..." if len(items) > _MAX_LISTED else "")
     log.warning(
-        "epoch %d: %d examples of a worker that has gone may be missing from the model%s: %s",
-        epoch + 1, len(items), "" if is_certain else ", or come twice", shown,
+        "epoch %d: %d examples of a worker that has gone may be missing from the model, or come twice: %s",
+        epoch + 1, len(items), shown,
     )  # fmt: skip
 
 
