@@ -391,6 +391,45 @@ def test_of_two_that_cannot_connect_the_newer_one_is_given_up_in_the_end():
     assert coordinator.members == (0,)
 
 
+@pytest.mark.parametrize(("machines", "expected"), [("0011", [2, 3]), ("011", [0]), ("00112", [2, 3, 4])])
+def test_of_machines_that_do_not_reach_each_other_the_larger_and_older_goes_on(machines, expected):
+    expelled: list[int] = []
+    coordinator = Coordinator(
+        send=lambda number, message: None, expel=lambda number, reason: expelled.append(number)
+    )
+    for number, machine in enumerate(machines):
+        coordinator.add(number, int(machine))
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    for _ in range(2):
+        for number, machine in enumerate(machines):
+            others = [other for other, its in enumerate(machines) if its != machine]
+            coordinator.take(number, Waiting(is_fresh=False, lost=tuple(others)))
+        coordinator.advance(0.0)
+    assert sorted(expelled) == expected
+
+
+def test_one_that_others_have_lost_and_that_still_answers_is_given_time():
+    expelled: list[int] = []
+    coordinator = Coordinator(
+        send=lambda number, message: None, expel=lambda number, reason: expelled.append(number)
+    )
+    for number in range(3):
+        coordinator.add(number, number)
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    coordinator.take(2, Waiting(is_fresh=False, lost=(0, 1)))
+    coordinator.advance(0.0)
+    coordinator.take(0, Reached(1, 7))
+    coordinator.advance(0.1)
+    coordinator.advance(SUSPECT_S + 1.0)
+    assert expelled == [1]
+    coordinator.take(0, Waiting(is_fresh=False, lost=(2,)))
+    coordinator.advance(SUSPECT_S + 4.0)
+    assert coordinator.generation == 2
+    assert expelled == [1]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_all_who_are_there_end_in_one_generation(seed):
     """Kills, stops, arrivals and departures at random moments, several of them inside of one change."""

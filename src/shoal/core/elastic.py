@@ -41,12 +41,14 @@ from shoal.core.errors import ProtocolError, ShoalError
 SUSPECT_S = 2.0
 """A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
 it is stopped, or cut off."""
+ANSWERING_S = 60.0
+"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off."""
 HORIZON_S = 0.05
 """A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
 hears where the others stop."""
 MAX_MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
-_SMALLER = "the run was made smaller"
+_SMALLER, _UNREACHED = "the run was made smaller", "other workers cannot connect to it"
 _MAX_FAILURES = 2
 """A generation that could not form so many times in a row leaves out those that others could not reach."""
 
@@ -368,7 +370,7 @@ class Coordinator:
                 worker.suspected_s = None
             elif worker.suspected_s is None:
                 worker.suspected_s = now_s
-            elif now_s - worker.suspected_s >= SUSPECT_S:
+            elif now_s - worker.suspected_s >= (SUSPECT_S if worker.last_step is None else ANSWERING_S):
                 self.give_up(worker.number, "other workers do not reach it")
 
     def _form(self) -> None:
@@ -409,16 +411,35 @@ class Coordinator:
         self._send(worker.number, Leave(reason))
 
     def _leave_out_unreachable(self, waiting: Sequence[_Worker]) -> None:
-        """After some attempts in vain: gives up those that most others could not reach."""
-        accused = [number for worker in waiting for number in worker.lost]
-        here = [worker for worker in waiting if worker.number in accused and not worker.is_server]
-        self._num_failures = self._num_failures + 1 if here else 0
+        """After some attempts in vain: gives up those that others could not reach.
+
+        Where the network between machines is cut, all of a machine's workers go: those of the one which fewer
+        others reach, or which has fewer workers, or newer ones, so that nobody else is given up.
+        """
+        here = {worker.number: worker for worker in waiting}
+        blames = [(worker, here[number]) for worker in waiting for number in worker.lost if number in here]
+        self._num_failures = self._num_failures + 1 if blames else 0
         if self._num_failures < _MAX_FAILURES:
             return
         self._num_failures = 0
-        # of two that blame each other the newer one goes
-        worst = max(here, key=lambda worker: (accused.count(worker.number), worker.number))
-        self.give_up(worst.number, "other workers cannot connect to it")
+        between = [(one.machine, other.machine) for one, other in blames if one.machine != other.machine]
+        cuts = list(dict.fromkeys((min(cut), max(cut)) for cut in between))
+        while cuts:
+            machines: dict[int, tuple[Any, ...]] = {}
+            for machine in dict.fromkeys(machine for cut in cuts for machine in cut):
+                mates = [worker for worker in waiting if worker.machine == machine]
+                num_cut, has_server = sum(machine in cut for cut in cuts), any(one.is_server for one in mates)
+                machines[machine] = not has_server, num_cut, -len(mates), min(one.number for one in mates)
+            worst = max(machines, key=machines.__getitem__)
+            cuts = [cut for cut in cuts if worst not in cut]
+            for worker in waiting:
+                if worker.machine == worst:
+                    self.give_up(worker.number, _UNREACHED)
+        accused = [other.number for one, other in blames if one.machine == other.machine]
+        left = [number for number in accused if not here[number].is_server]
+        if left and not between:
+            # of two that blame each other the newer one goes
+            self.give_up(max(left, key=lambda number: (accused.count(number), number)), _UNREACHED)
 
 
 def _staying(workers: Iterable[_Worker]) -> list[_Worker]:
