@@ -1,6 +1,7 @@
 """Minutes of training while workers are killed and others come: 4 of them, one of each every 20 s.
 
-Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then as many epochs in which nobody comes or goes.
+Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then as many epochs in which nobody comes or goes,
+100 at most: by then nothing more is learned.
 Five minutes each, about twenty together: `SHOAL_CHURN_S=300 pytest -m slow -s tests/launch/test_churn.py`.
 """
 
@@ -21,6 +22,7 @@ CHURN_S = float(os.environ.get("SHOAL_CHURN_S", "60"))
 EVERY_S = 20.0
 NUM_WORKERS = 4
 BATCH_SIZE = 16
+MAX_EPOCHS = 100
 MAX_NEXT_S, MEDIAN_NEXT_S = 5.0, 2.0
 """The next step of those who are left is done so long after a loss, at most and in the middle."""
 pytestmark = [
@@ -39,6 +41,7 @@ def accuracy_of(run):
 def learn_undisturbed(folder, strategy, num_epochs, num_examples):
     """The accuracy of as many epochs with the same workers from the first to the last."""
     folder.mkdir()
+    num_epochs = min(num_epochs, MAX_EPOCHS)
     (folder / "until").write_text(str(num_epochs * math.ceil(num_examples / (NUM_WORKERS * BATCH_SIZE))))
     with GrowingRun(folder, NUM_WORKERS, "--strategy", strategy, task="digits", pause_s=0) as run:
         assert run.process.wait(2 * CHURN_S + 120) == 0, run.lines

@@ -29,6 +29,7 @@ from shoal.core.board import name_of_run
 from shoal.core.elastic import Form, LeavingRun
 from shoal.core.errors import PeerError
 from shoal.core.identity import Identity
+from shoal.core.placement import torchrun_attempt
 from shoal.core.processes import started
 from shoal.core.run_options import (
     SECRET_VARIABLE,
@@ -52,7 +53,6 @@ from shoal.transport.trust.secret import SwarmSecret
 T = TypeVar("T")
 _JOB_VARIABLES = (
     TORCHRUN_ID_VARIABLE,
-    "TORCHELASTIC_RESTART_COUNT",
     "MASTER_ADDR",
     "MASTER_PORT",
     "PMIX_NAMESPACE",
@@ -341,6 +341,7 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
     if options.run_id:
         return options.run_id
     job = [f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name)]
+    job.append(torchrun_attempt(environ))
     if not environ.get("MASTER_PORT") and not environ.get(_NAMES.get(placement.source, "")):
         # the launcher's process tells runs apart that were started alike
         job.append(f"{os.getppid()} {started(os.getppid())}")
