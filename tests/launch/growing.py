@@ -121,7 +121,7 @@ class GrowingRun:
 
         self.wait_until(is_so, f"steps of {size} workers")
 
-    def finish(self, timeout_s=60.0):
+    def finish(self, timeout_s=PATIENCE_S):
         """Lets all stop after the same step; gives the exit code."""
         last = max((note["step"] for note in self.steps()), default=0) + 60
         (self.folder / "until.new").write_text(str(last))

@@ -55,8 +55,9 @@ def test_workers_are_killed_and_others_come(tmp_path, strategy):
     with GrowingRun(tmp_path / "churn", NUM_WORKERS, "--strategy", strategy, task="digits") as run:
         run.wait_for_size(NUM_WORKERS)
         for _ in range(math.ceil(CHURN_S / EVERY_S)):
+            victim = dice.choice(run.alive())  # which takes a while: it reads all notes
             losses_s.append(time.time())
-            os.kill(dice.choice(run.alive()), signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
             time.sleep(EVERY_S / 2)
             came_s = time.time()
             assert run.scale(NUM_WORKERS).is_done
