@@ -192,6 +192,13 @@ def test_what_a_lost_worker_had_not_shared_is_listed(strategy):
         check_listed(lives, number, local_steps)
 
 
+def test_who_comes_later_lists_what_was_lost_before():
+    script = fault("kill", 0.1, 1) + fault("join", 0.2)
+    _, lives = run("local-sgd", script, options={"local_steps": 4})
+    assert lives[0].lost
+    assert lives[4].lost == lives[0].lost
+
+
 # Contests.
 
 

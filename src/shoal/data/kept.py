@@ -77,6 +77,22 @@ class KeptLoaders:
             return ()
         return course.note_lost(place, Part(*part, course.part.remainder), num_batches, num_more)
 
+    def lost(self) -> list[list[Any]]:
+        """Gives what each lists of lost workers, as pairs of an epoch and items."""
+        courses = [known() for known in self._courses]
+        return [
+            [] if course is None else [[epoch, list(items)] for epoch, items in course.lost_items.items()]
+            for course in courses
+        ]
+
+    def add_lost(self, lost: Sequence[Sequence[Any]]) -> None:
+        """Lists what another worker lists, which was there before this one."""
+        for known, listed in zip(self._courses, lost, strict=False):
+            if (course := known()) is not None:
+                for epoch, items in listed:
+                    own = course.lost_items.setdefault(epoch, [])
+                    own.extend(item for item in items if item not in own)
+
     def move(self, rank: int, size: int, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Goes on as worker `rank` of `size`, from states that `merge` has made of all workers' states.
 

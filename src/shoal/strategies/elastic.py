@@ -295,6 +295,7 @@ class ElasticTraining:
         left = {rank: places for each in known for rank, places in each.left.items()}
         lost = {rank: told for each in known for rank, told in each.lost.items()}
         states = take_state(group, loaders.states, first)
+        loaders.add_lost(take_state(group, loaders.lost, first))
         merged: list[Mapping[str, Any] | None] = []
         for number, state in enumerate(states):
             others = {each.old_rank: each.places[number] for each in known if number < len(each.places)}
