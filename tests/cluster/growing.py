@@ -38,7 +38,7 @@ def main(folder):
     strategy = shoal.from_args(group)
     with strategy.attach(model, optimizer) as session:
         session.on_resize(lambda old, new: print("size", new, "after", strategy.steps, flush=True))
-        print("training", os.getpid(), "size", group.size, flush=True)
+        print("training", os.getpid(), "size", group.size, "from", strategy.steps, flush=True)
         while not is_over(folder, group.rank, strategy.steps):
             x = torch.rand(4, 8)
             optimizer.zero_grad()

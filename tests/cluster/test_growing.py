@@ -11,7 +11,9 @@ import pytest
 
 from launch.machines import linked_machines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 150.0
+"""What has not happened by then hangs: the import of torch alone takes half a minute on a busy machine."""
 PROGRAM = Path(__file__).with_name("growing.py")
 
 
@@ -51,7 +53,7 @@ def scale(machine, run, size):
 
 
 def wait_for_size(run, size):
-    run.wait_for(lambda: any(f"size {size} after" in line for line in run.out), f"{size} workers")
+    run.wait_for(lambda: any(f"size {size} after" in line for line in run.out), f"{size} workers", LIMIT_S)
 
 
 def ends(run, folder):
@@ -109,3 +111,35 @@ def test_a_machine_that_crashes_takes_its_workers_and_gets_others_when_it_is_bac
     assert len(told) == 4, run.err
     if strategy == "all-reduce":
         assert len(set(told)) == 1, "parameters are equal to the bit"
+
+
+def test_a_cut_cable_takes_the_workers_behind_it(run_on, two, tmp_path):
+    """The launcher hears nothing more of them either; they end by themselves."""
+    a, b = two
+    secret = tmp_path / "secret"
+    a.run(sys.executable, "-m", "shoal", "keys", "secret", "--file", secret, check=True)
+    words = ["--elastic", "-np", 2, "--secret-file", secret, "--elastic-port", 4711, PROGRAM, tmp_path]
+    run = run_on(a, *words)
+    run.pids(2)
+    joining = b.start(*b.shoal_words("--join", f"{a.address}:4711", "--secret-file", secret, "-np", 2))
+    wait_for_size(run, 4)
+    b.unplug()
+    wait_for_size(run, 2)
+    said = "".join(joining.communicate(timeout=60))
+    assert "has left the run, or the run is over" in said, run.err
+    assert not b.pids()
+    b.plug_in()
+    told = ends(run, tmp_path)
+    assert len(told) == 2, run.err
+    assert len(set(told)) == 1, "parameters are equal to the bit"
+
+
+def test_workers_that_reach_only_the_launcher_are_given_up(train, two, tmp_path):
+    """Those on both sides of the cut say that they have lost the others: the older ones go on."""
+    run = train(4, slots=2)
+    two[1].unplug()
+    wait_for_size(run, 2)
+    two[1].plug_in()
+    told = ends(run, tmp_path)
+    assert len(told) == 2, run.err
+    assert len(set(told)) == 1, "parameters are equal to the bit"

@@ -18,6 +18,7 @@ from shoal.core.elastic import (
     Leave,
     MeetAt,
     Prepare,
+    Progress,
     Reached,
     Waiting,
 )
@@ -105,7 +106,7 @@ class Worker:
 
 
 class Run:
-    def __init__(self, num_workers: int, seed: int, min_workers: int = 1) -> None:
+    def __init__(self, num_workers: int, seed: int, min_workers: int = 1, num_servers: int = 0) -> None:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.workers: dict[int, Worker] = {}
@@ -117,12 +118,12 @@ class Run:
         self.expelled: list[int] = []
         self.coordinator = Coordinator(send=self._down, expel=self._expel, min_workers=min_workers)
         self.next = 0
-        for _ in range(num_workers):
-            self.start()
+        for number in range(num_servers + num_workers):
+            self.start(is_server=number < num_servers)
 
-    def start(self) -> int:
+    def start(self, *, is_server: bool = False) -> int:
         number, self.next = self.next, self.next + 1
-        self.coordinator.add(number, number % 2)
+        self.coordinator.add(number, 0 if is_server else number % 2, is_server=is_server)
         self.workers[number] = Worker(self, number)
         return number
 
@@ -241,6 +242,81 @@ def test_workers_that_are_to_leave_are_told_so_between_two_steps():
     assert run.workers[1].step == run.workers[3].step
 
 
+def test_a_worker_that_is_to_leave_before_it_has_trained_stops_nobody():
+    run = Run(2, seed=3)
+    run.settle(500)
+    newer = run.start()
+    run.coordinator.retire([newer])
+    run.settle(500)
+    assert run.left == [newer]
+    assert run.coordinator.generation == 1
+    run.check_one_generation()
+
+
+def test_servers_have_the_first_ranks_of_each_generation():
+    run = Run(3, seed=1, num_servers=2)
+    run.settle(800)
+    assert run.coordinator.members == (0, 1, 2, 4, 3), "servers, then those of their machine, then the other"
+    run.kill(2)
+    newer = run.start()
+    run.settle(2000)
+    run.check_one_generation()
+    assert run.coordinator.members[:2] == (0, 1)
+    assert sorted(run.coordinator.members) == [0, 1, 3, 4, newer]
+
+
+def test_servers_are_no_workers():
+    run = Run(2, seed=2, num_servers=2, min_workers=2)
+    run.settle(800)
+    run.coordinator.retire([2])
+    run.settle(1500)
+    assert run.coordinator.num_short == 1
+    run.kill(3)
+    assert not run.coordinator.has_state, "servers alone do not know how far the data is"
+
+
+def test_servers_end_when_the_workers_have_finished():
+    run = Run(2, seed=2, num_servers=1)
+    run.settle(800)
+    for number in (1, 2):
+        run.ended(number, has_left=True)
+    run.workers[0].wait()
+    run.settle(200)
+    assert run.workers[0].reason == "the other workers have finished"
+
+
+def test_what_workers_gather_needs_no_server():
+    run = Run(2, seed=2, num_servers=1)
+    run.settle(800)
+    sent: list[tuple[int, object]] = []
+    coordinator = Coordinator(send=lambda number, message: sent.append((number, message)), expel=run._expel)
+    for number in range(3):
+        coordinator.add(number, 0, is_server=number == 0)
+        coordinator.take(number, Waiting(True))
+    coordinator.advance(0.0)
+    sent.clear()
+    for number in (1, 2):
+        coordinator.take(number, Gather(1, "address", b"%d" % number, is_of_workers=True))
+    assert sent == [(number, Gathered(1, "address", (b"1", b"2"))) for number in (1, 2)]
+
+
+def test_the_others_learn_what_a_lost_worker_has_said_last():
+    run = Run(3, seed=2)
+    run.settle(500)
+    run.coordinator.take(1, Progress(b"earlier"))
+    run.coordinator.take(1, Progress(b"later"))
+    run.kill(1)
+    run.settle(1000)
+    form = run.workers[0].form
+    assert form is not None
+    assert form.lost == ((1, b"later"),)
+    run.start()
+    run.settle(1000)
+    form = run.workers[0].form
+    assert form is not None
+    assert form.lost == ()
+
+
 def test_the_last_one_that_has_the_state_leaves_only_when_another_has_it():
     run = Run(1, seed=8)
     run.settle(200)
@@ -313,6 +389,45 @@ def test_of_two_that_cannot_connect_the_newer_one_is_given_up_in_the_end():
         coordinator.advance(0.0)
     assert expelled == [1]
     assert coordinator.members == (0,)
+
+
+@pytest.mark.parametrize(("machines", "expected"), [("0011", [2, 3]), ("011", [0]), ("00112", [2, 3, 4])])
+def test_of_machines_that_do_not_reach_each_other_the_larger_and_older_goes_on(machines, expected):
+    expelled: list[int] = []
+    coordinator = Coordinator(
+        send=lambda number, message: None, expel=lambda number, reason: expelled.append(number)
+    )
+    for number, machine in enumerate(machines):
+        coordinator.add(number, int(machine))
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    for _ in range(2):
+        for number, machine in enumerate(machines):
+            others = [other for other, its in enumerate(machines) if its != machine]
+            coordinator.take(number, Waiting(is_fresh=False, lost=tuple(others)))
+        coordinator.advance(0.0)
+    assert sorted(expelled) == expected
+
+
+def test_one_that_others_have_lost_and_that_still_answers_is_given_time():
+    expelled: list[int] = []
+    coordinator = Coordinator(
+        send=lambda number, message: None, expel=lambda number, reason: expelled.append(number)
+    )
+    for number in range(3):
+        coordinator.add(number, number)
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    coordinator.take(2, Waiting(is_fresh=False, lost=(0, 1)))
+    coordinator.advance(0.0)
+    coordinator.take(0, Reached(1, 7))
+    coordinator.advance(0.1)
+    coordinator.advance(SUSPECT_S + 1.0)
+    assert expelled == [1]
+    coordinator.take(0, Waiting(is_fresh=False, lost=(2,)))
+    coordinator.advance(SUSPECT_S + 4.0)
+    assert coordinator.generation == 2
+    assert expelled == [1]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -250,6 +250,13 @@ def test_runs_without_a_name_are_told_apart_by_their_launchers(monkeypatch, sour
     assert key_of(source, environ) != key
 
 
+def test_nodes_of_a_torchrun_meet_though_they_count_restarts_of_their_own():
+    """Where each restart has a port of its own."""
+    alone = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    counts = [{**alone, "TORCHELASTIC_RESTART_COUNT": count} for count in "01"]
+    assert len({key_of("torchrun", environ) for environ in counts}) == 1
+
+
 def test_runs_of_one_script_are_told_apart():
     keys = [
         key_of("torchrun", TORCHRUN),

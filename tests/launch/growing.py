@@ -14,13 +14,15 @@ from pathlib import Path
 
 from shoal.launch.live import ask_to_scale
 
+PATIENCE_S = 150.0
+"""What has not happened by then hangs: the import of torch alone takes half a minute on a busy machine."""
 PROGRAM = Path(__file__).with_name("growing_program.py")
 
 
 class GrowingRun:
     """One run; ends with the block."""
 
-    def __init__(self, folder, num_workers, *options, width=16, pause_s=0.01, max_workers=8):
+    def __init__(self, folder, num_workers, *options, task=16, pause_s=0.01, max_workers=8):
         self.folder = folder
         command = [
             sys.executable,
@@ -33,7 +35,7 @@ class GrowingRun:
             "--max-np",
             max_workers,
         ]
-        command += [*options, PROGRAM, folder, width, pause_s]
+        command += [*options, PROGRAM, folder, task, pause_s]
         self.lines: list[str] = []
         self._came = threading.Condition()
         self.process = subprocess.Popen(
@@ -68,7 +70,7 @@ class GrowingRun:
                 self.lines.append(line.rstrip())
                 self._came.notify_all()
 
-    def line(self, pattern, timeout_s=40.0):
+    def line(self, pattern, timeout_s=PATIENCE_S):
         """Waits for a line, and gives the match."""
 
         def found():
@@ -102,7 +104,7 @@ class GrowingRun:
     def alive(self):
         return [pid for pid in self.pids() if _is_alive(pid)]
 
-    def wait_until(self, is_so, what, timeout_s=40.0):
+    def wait_until(self, is_so, what, timeout_s=PATIENCE_S):
         end_s = time.monotonic() + timeout_s
         while not is_so():
             assert self.process.poll() is None, (what, self.process.returncode, self.lines)
@@ -119,7 +121,7 @@ class GrowingRun:
 
         self.wait_until(is_so, f"steps of {size} workers")
 
-    def finish(self, timeout_s=60.0):
+    def finish(self, timeout_s=PATIENCE_S):
         """Lets all stop after the same step; gives the exit code."""
         last = max((note["step"] for note in self.steps()), default=0) + 60
         (self.folder / "until.new").write_text(str(last))
@@ -139,6 +141,29 @@ class GrowingRun:
         for note in self.steps():
             found[note["epoch"]].update(note["items"])
         return found
+
+    def check_examples(self, num_examples):
+        """Each example once in each epoch that is over, but for those that were listed.
+
+        Whether the last step of a killed worker counted, the others know and its notes do not.
+        """
+        notes = self.notes()
+        listed = defaultdict(list)
+        for note in notes:
+            for epoch, items in note.get("lost", {}).items():
+                listed[int(epoch)] += items
+        last = {note["pid"]: note for note in notes if "taken" in note or "step" in note}
+        open_ends = [note for note in last.values() if "taken" in note]
+        counts = self.items_by_epoch()
+        finished = [note["pid"] for note in notes if "finished" in note]
+        # all end after the same step, which may be in another epoch of each
+        num_over = min(note["epoch"] for note in last.values() if note["pid"] in finished)
+        for epoch in range(num_over):
+            uncertain = {item for note in open_ends if note["epoch"] == epoch for item in note["items"]}
+            uncertain.update(listed[epoch])
+            missing = set(range(num_examples)) - set(counts[epoch])
+            assert missing <= uncertain, (epoch, missing, listed)
+            assert {item for item, count in counts[epoch].items() if count > 1} <= uncertain, (epoch, listed)
 
 
 def _is_alive(pid):

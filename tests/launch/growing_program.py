@@ -1,4 +1,7 @@
-"""Trains with workers that come and go, and notes what it does; until the step that a file names."""
+"""Trains with workers that come and go, and notes what it does; until the step that a file names.
+
+With a width of hidden units it learns noise, which needs no time; with the word `digits` it learns digits.
+"""
 
 import hashlib
 import json
@@ -11,18 +14,26 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.data import digits
 
-folder, width, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+folder, task, pause_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 torch.manual_seed(os.getpid())  # who comes later has another model, until it has taken the others'
 torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-inputs = torch.randn(203, 4, generator=torch.Generator().manual_seed(0))
-data = TensorDataset(torch.arange(len(inputs)), inputs)
+if task == "digits":
+    x, y = digits()
+    x, widths = x.flatten(1), [64, 32, 10]
+    data, batch_size, lr = TensorDataset(torch.arange(len(x)), x, y), 16, 0.05
+else:
+    x = torch.randn(203, 4, generator=torch.Generator().manual_seed(0))
+    data, batch_size, lr, widths = TensorDataset(torch.arange(len(x)), x), 2, 0.01, [4, int(task), 1]
+model = torch.nn.Sequential(
+    torch.nn.Linear(widths[0], widths[1]), torch.nn.Tanh(), torch.nn.Linear(widths[1], widths[2])
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 group = shoal.init()
 strategy = shoal.from_args(group)
-loader = shoal.shard(DataLoader(data, batch_size=2, shuffle=True), group, remainder="uneven")
+loader = shoal.shard(DataLoader(data, batch_size=batch_size, shuffle=True), group, remainder="uneven")
 notes = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
 
@@ -38,6 +49,16 @@ def digest():
     return found.hexdigest()
 
 
+def loss_of(x, *labels):
+    return torch.nn.functional.cross_entropy(model(x), *labels) if labels else model(x).square().mean()
+
+
+@torch.no_grad()
+def accuracy():
+    x, y = digits(train=False)
+    return (model(x.flatten(1)).argmax(1) == y).float().mean().item()
+
+
 def is_over():
     try:
         return strategy.steps >= int((folder / "until").read_text())
@@ -45,16 +66,17 @@ def is_over():
         return False
 
 
-note(began=True)
+if group.role == "worker":
+    note(began=True)
 with strategy.attach(model, optimizer) as session:
     session.on_resize(lambda old, new: note(resized=[old, new]))
     while not is_over():
         epoch = loader.epoch
-        for numbers, x in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
+        for numbers, *batch in loader:
             before, what = strategy.steps, {"epoch": epoch, "items": numbers.tolist()}
-            note(taken=True, **what)
+            note(taken=True, **what)  # before the backward pass, in which gradients are shared
+            optimizer.zero_grad()
+            loss_of(*batch).backward()
             try:
                 optimizer.step()  # who is to leave does not return from it
             finally:
@@ -63,4 +85,5 @@ with strategy.attach(model, optimizer) as session:
             time.sleep(pause_s)
             if is_over():
                 break
-note(finished=True, model=digest(), lost=loader.lost_items)
+learned = {"accuracy": accuracy()} if task == "digits" else {}
+note(finished=True, model=digest(), lost=loader.lost_items, **learned)

@@ -44,7 +44,7 @@ def test_a_lost_host_takes_its_workers_and_gets_others_when_it_is_back(start, tm
     done = start(body, 4, hosts, when)
     assert done.outcome.exit_code == 0, done.said
     lost = next(line for line in done.said if "is lost" in line)
-    assert lost.startswith("b is lost with rank")
+    assert lost.startswith("b is lost with workers 2 and 3")
     at = done.said.index("b is back")
     assert done.said[at + 1] == "workers 4, 5 will join on b"
     assert {done.out[number][0] for number in (4, 5)} == {"here 1"}

@@ -142,3 +142,24 @@ def check_examples(lives, num_most):
             known.update(life.doubtful.get(epoch, ()), life.lost.get(epoch, ()))
         missing = [number for number in range(NUM_EXAMPLES) if number not in known]
         assert len(missing) < num_most, (epoch, "missing", missing)
+
+
+def check_listed(lives, number, local_steps):
+    """What a lost worker had learned since it last shared is listed, as is what others may do again."""
+    listed = {epoch: {*items} for life in lives.values() for epoch, items in life.lost.items()}
+    own = [(epoch, item) for epoch, items in lives[number].trained.items() for item in items]
+    num_steps = lives[number].trail[-1][1] % local_steps if lives[number].trail else 0
+    if num_steps == local_steps - 1 and lives[number].doubtful:
+        num_steps = 0  # it was lost in a round: the others may have what it had learned
+    for epoch, item in own[len(own) - num_steps * BATCH_SIZE :]:
+        assert item in listed.get(epoch, ()), (epoch, item, listed)
+    for epoch in range(NUM_EPOCHS):
+        counted = [item for life in lives.values() for item in life.trained.get(epoch, ())]
+        known = {
+            *listed.get(epoch, ()),
+            *(item for life in lives.values() for item in life.doubtful.get(epoch, ())),
+        }
+        twice = {item for item in counted if counted.count(item) > 1}
+        assert twice <= known, (epoch, "twice", twice - known)
+        missing = {*range(NUM_EXAMPLES)} - {*counted} - known
+        assert len(missing) < 5, (epoch, "missing", missing)

@@ -12,7 +12,7 @@ from shoal.simulate.job import Job
 from shoal.simulate.world import World
 from shoal.strategies import BUILT_IN
 from shoal.transport import FaultScript
-from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, run
+from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, check_listed, run
 
 WITH_SERVERS, OUTSIDE = ("parameter-server", "staleness-aware"), ("ddp", "horovod")
 STRATEGIES = [name for name in BUILT_IN if name not in (*WITH_SERVERS, *OUTSIDE)]
@@ -178,6 +178,25 @@ def test_losses_at_random_times(seed):
 def test_a_hundred_losses_at_random_times(strategy):
     for seed in range(NUM_TRIES):
         check_try(seed, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "noloco", "neighbor", "pair", "push-sum"])
+def test_what_a_lost_worker_had_not_shared_is_listed(strategy):
+    """Whether the group or the coordinator of the run has noticed the loss first."""
+    local_steps = 4 if strategy in OFTEN_LOCAL else 1
+    for seed in range(NUM_QUICK_TRIES):
+        draw = random.Random(f"listed {seed}")
+        number, at_s = draw.randrange(4), draw.uniform(0.05, 0.25)
+        outcomes, lives = run(strategy, fault("kill", at_s, number), options={"local_steps": local_steps})
+        check_ends(outcomes, killed=[number])
+        check_listed(lives, number, local_steps)
+
+
+def test_who_comes_later_lists_what_was_lost_before():
+    script = fault("kill", 0.1, 1) + fault("join", 0.2)
+    _, lives = run("local-sgd", script, options={"local_steps": 4})
+    assert lives[0].lost
+    assert lives[4].lost == lives[0].lost
 
 
 # Contests.

@@ -329,7 +329,7 @@ def run(
     if machines is not None:
         machines.check(min_np or num_workers, num_servers)
     if elastic:
-        check_elastic(strategy, num_servers, env)
+        check_elastic(strategy, env)
         min_np = min_np or 1
     local_size = machines.slots_of_first if workers_per_machine is None and machines else workers_per_machine
     chosen, options = check_choice(strategy, options, num_workers, local_size)
@@ -370,7 +370,8 @@ def run(
         source: Engine | None = machines
         if machines is None or not machines.is_elsewhere:
             num_slots = num_cores() if machines is None else machines.num_slots
-            source = LocalEngine(max_np or max(num_workers, num_slots)) if elastic else None
+            most = num_servers + (max_np or max(num_workers, num_slots))
+            source = LocalEngine(most) if elastic else None
         outcome = launch(settings, output, source, start_timeout)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)

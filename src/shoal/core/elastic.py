@@ -21,13 +21,16 @@ being asked. When a worker ends or waits again while a generation forms, all who
 are told that it has failed, wait again, and another generation is tried. Workers whose strategy does not go
 in lockstep stop after the step that they are in.
 
+Parameter servers are in every generation, with the first ranks, and stop when all workers have. They never
+come later, do not count as workers, and end when the workers have finished.
+
 Everything here is pure: messages come in, messages go out, time is told.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -38,11 +41,14 @@ from shoal.core.errors import ProtocolError, ShoalError
 SUSPECT_S = 2.0
 """A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
 it is stopped, or cut off."""
+ANSWERING_S = 60.0
+"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off."""
 HORIZON_S = 0.05
 """A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
 hears where the others stop."""
 MAX_MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
+_SMALLER, _UNREACHED = "the run was made smaller", "other workers cannot connect to it"
 _MAX_FAILURES = 2
 """A generation that could not form so many times in a row leaves out those that others could not reach."""
 
@@ -62,6 +68,12 @@ class Waiting(ElasticMessage, frozen=True):
     """What the others shall know of it if it leaves now."""
 
 
+class Progress(ElasticMessage, frozen=True):
+    """Up: what the others shall know of this worker if it is lost; it replaces what it has said before."""
+
+    note: bytes
+
+
 class Reached(ElasticMessage, frozen=True):
     """Up, the answer to `Prepare`: this worker stops after that step, unless it hears of a later one."""
 
@@ -75,6 +87,8 @@ class Gather(ElasticMessage, frozen=True):
     generation: int
     name: str
     value: bytes
+    is_of_workers: bool = False
+    """Whether parameter servers have no part in it."""
 
 
 class Formed(ElasticMessage, frozen=True):
@@ -111,7 +125,9 @@ class Form(ElasticMessage, frozen=True):
     generation: int
     places: tuple[WorkerPlace, ...]
     left: tuple[tuple[int, bytes], ...] = ()
-    """The numbers and notes of the workers that have left since the last generation."""
+    """The numbers and notes of the workers that have left in order since the last generation."""
+    lost: tuple[tuple[int, bytes], ...] = ()
+    """The numbers of those that were lost since then, and what they had said last."""
 
     def rank_of(self, number: int) -> int:
         """Finds the rank of the worker with this number."""
@@ -125,7 +141,7 @@ class Form(ElasticMessage, frozen=True):
 
 
 class Gathered(ElasticMessage, frozen=True):
-    """Down: the values of all workers of the generation, by rank."""
+    """Down: the values of all who have a part in the gathering, by rank."""
 
     generation: int
     name: str
@@ -149,7 +165,7 @@ class LeavingRun(ShoalError):
     """Says that this worker is to end its training: the run was made smaller, or is over."""
 
 
-UpMessage: TypeAlias = Waiting | Reached | Gather | Formed
+UpMessage: TypeAlias = Waiting | Progress | Reached | Gather | Formed
 DownMessage: TypeAlias = Prepare | MeetAt | Form | Gathered | FormingFailed | Leave
 _State = Literal["starting", "waiting", "training"]
 
@@ -158,6 +174,7 @@ _State = Literal["starting", "waiting", "training"]
 class _Worker:
     number: int
     machine: int
+    is_server: bool = False
     state: _State = "starting"
     is_fresh: bool = True
     is_leaving: bool = False
@@ -202,28 +219,32 @@ class Coordinator:
         self._has_lost = False
         """Whether a member of this generation was lost."""
         self._has_formed = False
-        """Whether a worker has ever been in a group."""
+        """Whether a worker has ever been in a group; servers come there a little earlier."""
         self._has_finished = False
         """Whether a worker that has trained has ended in order by itself: its training is over."""
         self._num_failures = 0
         self._left: dict[int, bytes] = {}
         """The notes of those that have left since a generation has formed."""
+        self._lost: dict[int, bytes] = {}
+        """The notes of those that were lost since then."""
         self._gatherings: dict[str, dict[int, bytes]] = {}
         """By name: what the workers of this generation have given, by number."""
 
     # What happens to workers.
 
-    def add(self, number: int, machine: int) -> None:
+    def add(self, number: int, machine: int, *, is_server: bool = False) -> None:
         """Takes note of a worker that was started; it joins once it waits."""
-        self._workers[number] = _Worker(number, machine)
+        self._workers[number] = _Worker(number, machine, is_server)
 
     def end(self, number: int, *, has_left: bool) -> None:
         """Takes note of a worker's end; `has_left` if it had left its group in order."""
         worker = self._workers.pop(number, None)
         if worker is None:
             return
-        if has_left and not worker.is_fresh and not worker.is_leaving:
+        if has_left and not worker.is_fresh and not worker.is_leaving and not worker.is_server:
             self._has_finished = True
+        if not has_left:
+            self._lost[number] = worker.note
         if worker.state == "training" and not has_left:
             self._has_lost = True
             self._fail_forming(number)
@@ -248,6 +269,8 @@ class Coordinator:
         match message:
             case Waiting():
                 self._stopped(worker, message)
+            case Progress():
+                worker.note = message.note
             case Reached():
                 if message.generation == self.generation:
                     worker.last_step = message.last_step
@@ -256,9 +279,10 @@ class Coordinator:
             case Formed():
                 if message.generation == self.generation and worker.state == "training":
                     worker.is_forming = worker.is_fresh = False
-                    self._has_formed = True
+                    self._has_formed = self._has_formed or not worker.is_server
                     if not any(each.is_forming for each in self._workers.values()):
                         self._left.clear()
+                        self._lost.clear()
 
     # What follows from it.
 
@@ -266,7 +290,7 @@ class Coordinator:
     def is_changing(self) -> bool:
         """Whether another generation is to form."""
         present = [worker for worker in self._workers.values() if worker.state != "starting"]
-        can_leave = not all(worker.is_leaving for worker in present)
+        can_leave = not all(worker.is_leaving or worker.is_server for worker in present)
         return self._has_lost or any(
             worker.state == "waiting" or (worker.is_leaving and can_leave) for worker in present
         )
@@ -276,19 +300,21 @@ class Coordinator:
         """Whether somebody has what was learned, or needs it no more."""
         if not self._has_formed or self._has_finished or not self._workers:
             return True
-        return any(not worker.is_fresh for worker in self._workers.values())
+        return any(not worker.is_fresh and not worker.is_server for worker in self._workers.values())
 
     @property
     def num_short(self) -> int:
         """How many workers are missing for the next generation to form, when all have stopped for it."""
         if not self._workers or not self.is_changing or self._in_state("training"):
             return 0
-        staying = [worker for worker in self._workers.values() if not worker.is_leaving]
-        return max(0, self.min_workers - len(staying))
+        return max(0, self.min_workers - len(_staying(self._workers.values())))
 
     def advance(self, now_s: float) -> None:
         """Goes as far as it can."""
         self._look_at_suspects(now_s)
+        for worker in self._in_state("waiting"):
+            if worker.is_leaving and worker.is_fresh:  # nobody needs to stop for it
+                self._dismiss(worker, _SMALLER)
         if not self.is_changing:
             return
         training = self._in_state("training")
@@ -328,10 +354,12 @@ class Coordinator:
             return
         values = self._gatherings.setdefault(message.name, {})
         values[worker.number] = message.value
-        if all(number in values for number in self.members):
+        servers = [each.number for each in self._workers.values() if each.is_server]
+        members = [number for number in self.members if not message.is_of_workers or number not in servers]
+        if all(number in values for number in members):
             del self._gatherings[message.name]
-            by_rank = tuple(values[number] for number in self.members)
-            for number in self.members:
+            by_rank = tuple(values[number] for number in members)
+            for number in members:
                 self._send(number, Gathered(self.generation, message.name, by_rank))
 
     def _look_at_suspects(self, now_s: float) -> None:
@@ -342,7 +370,7 @@ class Coordinator:
                 worker.suspected_s = None
             elif worker.suspected_s is None:
                 worker.suspected_s = now_s
-            elif now_s - worker.suspected_s >= SUSPECT_S:
+            elif now_s - worker.suspected_s >= (SUSPECT_S if worker.last_step is None else ANSWERING_S):
                 self.give_up(worker.number, "other workers do not reach it")
 
     def _form(self) -> None:
@@ -350,13 +378,13 @@ class Coordinator:
             return  # the first generation is that of all who were started for it
         self._dismiss_leaving()
         waiting = self._in_state("waiting")
-        if self._has_finished and all(worker.is_fresh for worker in waiting):
+        if self._has_finished and all(worker.is_fresh or worker.is_server for worker in waiting):
             for worker in waiting:
                 self._dismiss(worker, "the other workers have finished")
             return
         self._leave_out_unreachable(waiting)
         waiting = self._in_state("waiting")
-        if len(waiting) < max(1, self.min_workers):
+        if sum(not worker.is_server for worker in waiting) < max(1, self.min_workers):
             return
         places = _in_order(waiting, self.addresses)
         self.generation += 1
@@ -366,16 +394,16 @@ class Coordinator:
         for worker in waiting:
             worker.state, worker.lost, worker.is_forming = "training", (), True
         for place in places:
-            self._send(place.number, Form(self.generation, places, tuple(self._left.items())))
+            left, lost = tuple(self._left.items()), tuple(self._lost.items())
+            self._send(place.number, Form(self.generation, places, left, lost))
 
     def _dismiss_leaving(self) -> None:
         """Lets those go that are to leave; who alone has what was learned goes a generation later."""
         waiting = self._in_state("waiting")
-        staying = [worker for worker in waiting if not worker.is_leaving]
-        has_heir = any(not worker.is_fresh for worker in staying)
+        has_heir = any(not worker.is_fresh for worker in _staying(waiting))
         for worker in waiting:
-            if worker.is_leaving and (has_heir or worker.is_fresh):
-                self._dismiss(worker, "the run was made smaller")
+            if worker.is_leaving and has_heir:
+                self._dismiss(worker, _SMALLER)
 
     def _dismiss(self, worker: _Worker, reason: str) -> None:
         del self._workers[worker.number]
@@ -383,21 +411,48 @@ class Coordinator:
         self._send(worker.number, Leave(reason))
 
     def _leave_out_unreachable(self, waiting: Sequence[_Worker]) -> None:
-        """After some attempts in vain: gives up those that most others could not reach."""
-        accused = [number for worker in waiting for number in worker.lost]
-        here = [worker for worker in waiting if worker.number in accused]
-        self._num_failures = self._num_failures + 1 if here else 0
+        """After some attempts in vain: gives up those that others could not reach.
+
+        Where the network between machines is cut, all of a machine's workers go: those of the one which fewer
+        others reach, or which has fewer workers, or newer ones, so that nobody else is given up.
+        """
+        here = {worker.number: worker for worker in waiting}
+        blames = [(worker, here[number]) for worker in waiting for number in worker.lost if number in here]
+        self._num_failures = self._num_failures + 1 if blames else 0
         if self._num_failures < _MAX_FAILURES:
             return
         self._num_failures = 0
-        # of two that blame each other the newer one goes
-        worst = max(here, key=lambda worker: (accused.count(worker.number), worker.number))
-        self.give_up(worst.number, "other workers cannot connect to it")
+        between = [(one.machine, other.machine) for one, other in blames if one.machine != other.machine]
+        cuts = list(dict.fromkeys((min(cut), max(cut)) for cut in between))
+        while cuts:
+            machines: dict[int, tuple[Any, ...]] = {}
+            for machine in dict.fromkeys(machine for cut in cuts for machine in cut):
+                mates = [worker for worker in waiting if worker.machine == machine]
+                num_cut, has_server = sum(machine in cut for cut in cuts), any(one.is_server for one in mates)
+                machines[machine] = not has_server, num_cut, -len(mates), min(one.number for one in mates)
+            worst = max(machines, key=machines.__getitem__)
+            cuts = [cut for cut in cuts if worst not in cut]
+            for worker in waiting:
+                if worker.machine == worst:
+                    self.give_up(worker.number, _UNREACHED)
+        accused = [other.number for one, other in blames if one.machine == other.machine]
+        left = [number for number in accused if not here[number].is_server]
+        if left and not between:
+            # of two that blame each other the newer one goes
+            self.give_up(max(left, key=lambda number: (accused.count(number), number)), _UNREACHED)
+
+
+def _staying(workers: Iterable[_Worker]) -> list[_Worker]:
+    """Finds those that count as workers, and are not to leave."""
+    return [worker for worker in workers if not worker.is_leaving and not worker.is_server]
 
 
 def _in_order(workers: Sequence[_Worker], addresses: Mapping[int, str]) -> tuple[WorkerPlace, ...]:
-    """Puts those of one machine side by side, and first those that have a state to give."""
-    ordered = sorted(workers, key=lambda worker: (worker.is_fresh, worker.number))
+    """Puts those of one machine side by side, servers first, and then those that have a state to give.
+
+    Servers were started first, and fill their machines: none is on a machine after one with workers.
+    """
+    ordered = sorted(workers, key=lambda worker: (not worker.is_server, worker.is_fresh, worker.number))
     machines = list(dict.fromkeys(worker.machine for worker in ordered))
     return tuple(
         WorkerPlace(worker.number, machine, addresses.get(machine, ""))

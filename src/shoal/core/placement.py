@@ -205,6 +205,19 @@ TORCHRUN_VARIABLES = (
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
 """By which a program that torchrun has started knows its place."""
+
+
+def torchrun_attempt(environ: Mapping[str, str]) -> str:
+    """Gives what tells the restarts of a torchrun apart; empty where each has a MASTER_PORT of its own.
+
+    Nodes count their own restarts: one that comes later has another count than those that it meets. Where
+    torchrun's agents hold one store for all restarts, torch itself tells them apart by that count.
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "false":
+        return ""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+
 PLACING_VARIABLES = (
     *TORCHRUN_VARIABLES,
     *(

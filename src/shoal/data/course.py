@@ -64,6 +64,10 @@ class Course:
         """By epoch: what lost workers had taken, and what may be missing from what was learned."""
         self._marked: tuple[Iteration, int] | None = None
         """The iteration and its number of taken items at the last `mark`, or when it began."""
+        self._previous: Iteration | None = None
+        """The one before the present one, if the workers were the same then."""
+        self._most_items = 0
+        """The most that were taken between two marks."""
 
     @property
     def is_resuming(self) -> bool:
@@ -77,6 +81,7 @@ class Course:
 
     def begin(self) -> Iteration:
         """The next epoch, or what is left of the one that an earlier run had begun."""
+        self._previous = self._current
         resumed, self._resumed = self._resumed if self.is_resuming else None, None
         self._current = resumed or Iteration(self.epoch, self._ahead.pop(self.epoch, []))
         self._marked = self._current, self._current.num_taken
@@ -86,7 +91,14 @@ class Course:
     def mark(self) -> None:
         """Remembers that what was taken until now has been trained on."""
         if self._current is not None:
+            if self._marked is not None and self._marked[0] is self._current:
+                self._most_items = max(self._most_items, self._current.num_taken - self._marked[1])
             self._marked = self._current, self._current.num_taken
+
+    @property
+    def items_per_step(self) -> int:
+        """The most items that were taken for one step, and at least a batch."""
+        return max(self._most_items, self.items_per_batch)
 
     def roll_back(self) -> None:
         """Gives back what was taken since the last mark: it has not been trained on."""
@@ -100,23 +112,30 @@ class Course:
         self.part = part
         self.num_moves += 1
         self.load_state_dict(state)
-        self._marked = None
+        self._marked = self._previous = None
 
-    def note_lost(self, place: Sequence[Any], part: Part, num_batches: int, spread: int = 0) -> Sequence[Any]:
+    def note_lost(
+        self, place: Sequence[Any], part: Part, num_batches: int, num_more: int = 0
+    ) -> Sequence[Any]:
         """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
 
-        `place` is its [epoch, legs, num_taken], where it may have taken `spread` items more or fewer; `part`
-        is what part of the data it had. Without a known order there are no items.
+        `place` is its [epoch, legs, num_taken], where it may have taken `num_more` items more; `part` is what
+        part of the data it had. They may reach into the epoch before, and into the next one. Without a known
+        order there are no items.
         """
         epoch, legs, num_taken = place
         if self.order_of is None or num_taken >= ALL:
             return ()
-        left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
-        spread += self.items_per_batch if spread else 0
-        first = max(0, num_taken - num_batches * self.items_per_batch - spread)
-        items = list(itertools.islice(left_out, first, num_taken + spread))
-        self.lost_items.setdefault(epoch, []).extend(items)
-        return items
+        before = self._previous is not None and self._previous.epoch == epoch - 1
+        iterations = [self._previous] if before and self._previous is not None else []
+        iterations += [Iteration(epoch, legs), Iteration(epoch + 1, self._ahead.get(epoch + 1, []))]
+        taken = [list(self.part_of(self.order_of(each), each.legs, part)) for each in iterations]
+        at = num_taken + (len(taken[0]) if before else 0)
+        first, last = at - num_batches * self.items_per_batch, at + num_more
+        items = [(each.epoch, item) for each, own in zip(iterations, taken, strict=True) for item in own]
+        for number, item in items[max(0, first) : last]:
+            self.lost_items.setdefault(number, []).append(item)
+        return [item for _, item in items[max(0, first) : last]]
 
     @staticmethod
     def part_of(

@@ -41,6 +41,18 @@ class KeptLoaders:
         courses = [known() for known in self._courses]
         return [None if course is None else course.state_dict() for course in courses]
 
+    @property
+    def epochs(self) -> list[int]:
+        """The epoch of each that is under way, or comes; -1 for one that is no more."""
+        courses = [known() for known in self._courses]
+        return [-1 if course is None else course.epoch for course in courses]
+
+    @property
+    def items_per_step(self) -> list[int]:
+        """The most items of each that this worker has taken for one step, and at least a batch."""
+        courses = [known() for known in self._courses]
+        return [0 if course is None else course.items_per_step for course in courses]
+
     def mark(self) -> None:
         """Remembers that what the loops have got until now has been trained on."""
         for known in self._courses:
@@ -54,16 +66,32 @@ class KeptLoaders:
                 course.roll_back()
 
     def note_lost(
-        self, number: int, place: Sequence[Any], part: tuple[int, int], num_batches: int, spread: int = 0
+        self, number: int, place: Sequence[Any], part: tuple[int, int], num_batches: int, num_more: int = 0
     ) -> Sequence[Any]:
         """Notes the last batches that a lost worker took of a loader, and gives their items.
 
-        `part` is its rank and the number of workers.
+        It may have taken `num_more` items beyond that place. `part` is its rank and the number of workers.
         """
         course = self._courses[number]() if number < len(self._courses) else None
         if course is None:
             return ()
-        return course.note_lost(place, Part(*part, course.part.remainder), num_batches, spread)
+        return course.note_lost(place, Part(*part, course.part.remainder), num_batches, num_more)
+
+    def lost(self) -> list[list[Any]]:
+        """Gives what each lists of lost workers, as pairs of an epoch and items."""
+        courses = [known() for known in self._courses]
+        return [
+            [] if course is None else [[epoch, list(items)] for epoch, items in course.lost_items.items()]
+            for course in courses
+        ]
+
+    def add_lost(self, lost: Sequence[Sequence[Any]]) -> None:
+        """Lists what another worker lists, which was there before this one."""
+        for known, listed in zip(self._courses, lost, strict=False):
+            if (course := known()) is not None:
+                for epoch, items in listed:
+                    own = course.lost_items.setdefault(epoch, [])
+                    own.extend(item for item in items if item not in own)
 
     def move(self, rank: int, size: int, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Goes on as worker `rank` of `size`, from states that `merge` has made of all workers' states.

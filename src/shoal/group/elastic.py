@@ -18,7 +18,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakMethod
 
 import msgspec
@@ -115,7 +115,8 @@ class CoordinatorLink(abc.ABC):
         match message:
             case Prepare():
                 if message.generation == self._generation:
-                    self.last_step = self.steps + self._horizon()
+                    # until then it hears where the others stop
+                    self.last_step = self.steps + (self.num_steps_in(HORIZON_S) if self.is_lockstep else 0)
                     self.send(Reached(message.generation, self.last_step))
             case MeetAt():
                 if message.generation == self._generation:
@@ -124,13 +125,11 @@ class CoordinatorLink(abc.ABC):
                 return False
         return True
 
-    def _horizon(self) -> int:
-        """Estimates how many steps this worker does before it can hear where the others stop."""
-        if not self.is_lockstep:
-            return 0
+    def num_steps_in(self, seconds: float) -> int:
+        """Estimates how many steps this worker does in so long a time, by those of this generation."""
         num_steps = max(1, self.steps - self._began_step)
         step_s = max(1e-6, (self._clock.now_s() - self._began_s) / num_steps)
-        return max(1, math.ceil(HORIZON_S / step_s))
+        return max(1, math.ceil(seconds / step_s))
 
 
 class LauncherLink(CoordinatorLink):
@@ -224,7 +223,9 @@ class ElasticGroup(GroupWrapper):
         self.form: Form | None = None
         """The generation that this worker is in, or was in last."""
         self.left_notes: dict[int, bytes] = {}
-        """By number: the notes of workers that have left; whoever has used them clears them."""
+        """By number: the notes of workers that have left in order; whoever has used them clears them."""
+        self.lost_notes: dict[int, bytes] = {}
+        """By number: what lost workers had said last."""
         self._open_generation = open_generation
         self._watchers: list[WeakMethod[Callable[[], None]]] = []
         super().__init__(provisional)
@@ -268,6 +269,7 @@ class ElasticGroup(GroupWrapper):
             self.link.send(Waiting(is_fresh, lost, note))
             form = self._wait_for_form()
             self.left_notes.update(form.left)
+            self.lost_notes.update(form.lost)
             self.link.begin(form, steps)
             try:
                 inner = self._open_generation(form, self, Deadline.after(forming_s))
@@ -281,13 +283,18 @@ class ElasticGroup(GroupWrapper):
         self._become(inner)
         self.link.send(Formed(form.generation))
 
-    def gather(self, form: Form, name: str, value: Any, kind: type[T], deadline: Deadline) -> list[T]:
-        """Collects everybody's value while a generation forms, by rank, through the coordinator."""
-        self.link.send(Gather(form.generation, name, msgspec.msgpack.encode(value)))
+    def gather(
+        self, form: Form, name: str, value: T, deadline: Deadline, *, is_of_workers: bool = False
+    ) -> list[T]:
+        """Collects everybody's value while a generation forms, by rank, through the coordinator.
+
+        Parameter servers have no part in what is `is_of_workers`.
+        """
+        self.link.send(Gather(form.generation, name, msgspec.msgpack.encode(value), is_of_workers))
         while (message := self.link.receive(deadline)) is not None:
             match message:
                 case Gathered(generation=form.generation, name=name_, values=values) if name_ == name:
-                    return [msgspec.msgpack.decode(each, type=kind) for each in values]
+                    return [msgspec.msgpack.decode(each, type=type(value)) for each in values]
                 case FormingFailed(generation=form.generation):
                     rank = [place.number for place in form.places].index(message.number)
                     raise PeerLost(f"rank {rank} has gone while the group formed.", peer=rank)
@@ -314,7 +321,9 @@ class ElasticGroup(GroupWrapper):
     def _numbers_behind(self, error: BaseException | None) -> tuple[int, ...]:
         if self.form is None or error is None:
             return ()
-        numbers = [place.number for place in self.form.places]
+        numbers, everybody = [place.number for place in self.form.places], self.inner.everybody
+        if everybody is not None:  # the error may speak of ranks among workers, or among all
+            return tuple(numbers[rank] for rank in everybody.lost)
         return tuple(numbers[rank] for rank in self.inner.lost) or self._numbers_in(self.form, error)
 
     @staticmethod

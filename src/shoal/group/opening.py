@@ -27,7 +27,9 @@ import msgspec
 from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.core.board import name_of_run
 from shoal.core.elastic import Form, LeavingRun
+from shoal.core.errors import PeerError
 from shoal.core.identity import Identity
+from shoal.core.placement import torchrun_attempt
 from shoal.core.processes import started
 from shoal.core.run_options import (
     SECRET_VARIABLE,
@@ -51,7 +53,6 @@ from shoal.transport.trust.secret import SwarmSecret
 T = TypeVar("T")
 _JOB_VARIABLES = (
     TORCHRUN_ID_VARIABLE,
-    "TORCHELASTIC_RESTART_COUNT",
     "MASTER_ADDR",
     "MASTER_PORT",
     "PMIX_NAMESPACE",
@@ -139,7 +140,10 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
 
     def open_generation(form: Form, group: ElasticGroup, deadline: Deadline) -> Group:
         def gather(topic: str, value: T) -> list[T]:
-            return group.gather(form, topic, value, type(value), deadline)
+            return group.gather(form, topic, value, deadline)
+
+        def gather_workers(topic: str, value: T) -> list[T]:
+            return group.gather(form, f"workers {topic}", value, deadline, is_of_workers=True)
 
         gather("all are here", True)
         placed = place_in(form, link.number, placement.rendezvous)
@@ -150,7 +154,10 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
             on_split="ignore",  # the coordinator says who goes on
             meeting_s=max(0.1, deadline.remaining_s),
         )
-        inner = open_group(placed, named, gather=gather)
+        if options.num_servers:
+            inner = _open_with_servers(placed, named, options.num_servers, gather, gather_workers)
+        else:
+            inner = open_group(placed, named, gather=gather)
         return _traced(inner, options, link.number)
 
     def make_transport() -> tuple[StreamTransport, str]:
@@ -159,7 +166,8 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
         if group.num_machines > 1:
             from shoal.group.cluster.rendezvous import own_address
 
-            told = "" if group.form is None else group.form.places[group.rank].address
+            form = group.form
+            told = "" if form is None else form.places[form.rank_of(link.number)].address
             host = own_address(options.network_interface or told, placement.rendezvous)
         return StreamTransport(membership=Membership(Identity.generate(), secret)), host
 
@@ -221,18 +229,26 @@ def open_group(
     return open_cluster_group(placement, settings, addresses, rendezvous)
 
 
-def _open_with_servers(placement: Placement, settings: GroupSettings, num_servers: int) -> Group:
+def _open_with_servers(
+    placement: Placement,
+    settings: GroupSettings,
+    num_servers: int,
+    gather: Callable[[str, Any], list[Any]] | None = None,
+    gather_workers: Callable[[str, Any], list[Any]] | None = None,
+) -> Group:
     # there is one model, that of the servers: whoever does not reach them all ends anyway
     settings = msgspec.structs.replace(settings, on_split="ignore")
-    everybody = open_group(placement, settings)
+    everybody = open_group(placement, settings, gather=gather)
     try:
         if placement.rank < num_servers:
             workers: Group = SoloGroup(settings.patience)
         else:
             placed, named = _among_workers(placement, settings, everybody, num_servers)
-            workers = open_group(placed, named, "workers")
+            workers = open_group(placed, named, "workers", gather=gather_workers)
     except BaseException as error:
         everybody.close(error)
+        if isinstance(error, PeerError) and isinstance(error.peer, int):
+            error.peer += num_servers  # whoever has opened both counts everybody
         raise
     return WithServers(workers, everybody, num_servers)
 
@@ -325,6 +341,7 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
     if options.run_id:
         return options.run_id
     job = [f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name)]
+    job.append(torchrun_attempt(environ))
     if not environ.get("MASTER_PORT") and not environ.get(_NAMES.get(placement.source, "")):
         # the launcher's process tells runs apart that were started alike
         job.append(f"{os.getppid()} {started(os.getppid())}")

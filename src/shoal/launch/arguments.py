@@ -178,18 +178,13 @@ def check_engine(engine: str, address: str | None, hosts: object) -> None:
         raise UsageError("--address is a Ray cluster's.", next_step="add --engine ray, or leave it out.")
 
 
-def check_elastic(strategy: str | None, num_servers: int, env: Env) -> None:
+def check_elastic(strategy: str | None, env: Env) -> None:
     """Raise UsageError for what does not go together with --elastic."""
     name = "" if strategy is None else find(strategy)[0].name
     if name in ("ddp", "horovod"):
         raise UsageError(
             f"{name} cannot change its number of workers while it trains.",
             next_step="take all-reduce, which computes the same, or leave --elastic out.",
-        )
-    if num_servers:
-        raise UsageError(
-            "A run with parameter servers does not grow or shrink while it trains yet.",
-            next_step="leave --elastic out: its workers may be lost, and --max-restarts starts it anew.",
         )
     if env == "torchrun":
         raise UsageError(

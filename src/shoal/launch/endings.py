@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from shoal.core import errors
 
@@ -43,6 +43,10 @@ _NO_TORCHRUN = re.compile(
 """How a program fails, itself or in torch.distributed, that takes its place from torchrun's variables."""
 
 
+WorkerWord: TypeAlias = Literal["rank", "worker"]
+"""What the lines of a launcher call a worker: by its rank, or where ranks change by its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Death:
     """A worker that did not finish its work."""
@@ -62,6 +66,7 @@ class Death:
     """With code 0: told to exit inside of `attach`, or gone without a word (`os._exit`) out of its group."""
     step: int | None = None
     """The step at which it was then, or had been when it last told."""
+    word: WorkerWord = "rank"
 
     @property
     def is_loss(self) -> bool:
@@ -102,19 +107,24 @@ class Death:
         """The ranks that it has lost, as its error says."""
         return [int(rank) for rank in _LOST_RANK.findall(self.error)]
 
+    @property
+    def who(self) -> str:
+        """Names the worker, as the run calls it."""
+        return f"{self.word} {self.rank}"
+
     def __str__(self) -> str:
         if self.manner == "early":
-            return f"rank {self.rank} ended early with exit code 0, at step {self.step}, inside of attach"
+            return f"{self.who} ended early with exit code 0, at step {self.step}, inside of attach"
         if self.manner == "abrupt":
             when = "" if self.step is None else f", at step {self.step} or later"
-            return f"rank {self.rank} ended with exit code 0 without leaving its group (os._exit?){when}"
+            return f"{self.who} ended with exit code 0 without leaving its group (os._exit?){when}"
         if self.host:
-            return f"rank {self.rank} was lost with {self.host}"
+            return f"{self.who} was lost with {self.host}"
         if self.stopped_s is not None:
-            return f"rank {self.rank} was stopped by {name_signal(-self.code)}, {self.stopped_s:.0f} s ago"
+            return f"{self.who} was stopped by {name_signal(-self.code)}, {self.stopped_s:.0f} s ago"
         if self.code < 0:
-            return f"rank {self.rank} was killed by {name_signal(-self.code)}"
-        return f"rank {self.rank} failed with exit code {self.code}"
+            return f"{self.who} was killed by {name_signal(-self.code)}"
+        return f"{self.who} failed with exit code {self.code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +163,8 @@ def name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, which must be in order: 'rank 3', 'ranks 0, 1 and 3', 'ranks 0-3 and 6'."""
+def name_ranks(ranks: Sequence[int], word: WorkerWord = "rank") -> str:
+    """Name ranks, which must be in order: 'rank 3', 'ranks 0, 1 and 3', 'workers 0-3 and 6'."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -165,7 +175,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     for run in runs:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     named = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+    return f"{word}{'s' if len(ranks) > 1 else ''} {named}"
 
 
 def describe(death: Death) -> str:
@@ -205,12 +215,15 @@ def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
             alike.setdefault(shorten(death.error), []).append(death.rank)
     told: list[str] = []
     if len(same) > 1:
-        who = name_ranks(sorted({death.rank for death in same}))
+        who = name_ranks(sorted({death.rank for death in same}), cause.word)
         told.append(f"{who} failed with the same error: {shorten(cause.error)}")
     # with an error, the code says nothing more: a worker may be ended while it is ending
     return [
         *told,
-        *(f"{name_ranks(sorted(ranks))} failed after that: {error}" for error, ranks in alike.items()),
+        *(
+            f"{name_ranks(sorted(ranks), cause.word)} failed after that: {error}"
+            for error, ranks in alike.items()
+        ),
         *(f"{death} after that" for death in others if not death.error),
     ]
 

@@ -123,7 +123,8 @@ class Failures:
     def sum_up(self, ending: Ending | None) -> None:
         """Say what happened to the others."""
         if ending is None and self.deaths:
-            self._output.say(f"finished without {name_ranks(sorted(death.rank for death in self.deaths))}")
+            ranks = sorted(death.rank for death in self.deaths)
+            self._output.say(f"finished without {name_ranks(ranks, self.deaths[0].word)}")
         elif ending is not None and ending.cause is not None:
             for line in summarise(self.deaths, ending.cause):
                 self._output.say(line)
@@ -235,7 +236,7 @@ class Stops:
         for worker in stopped:
             if self._looked_s - worker.stopped_s <= self._limit_s < now_s - worker.stopped_s:
                 by, where = name_signal(worker.stop_signal or 0), f" on {worker.host}" if worker.host else ""
-                since = f"rank {worker.rank} has been stopped by {by} for {self._limit_s:g} s"
+                since = f"{worker.word} {worker.rank} has been stopped by {by} for {self._limit_s:g} s"
                 self._say(f"{since}; `kill -CONT {worker.pid}`{where} lets it go on")
         self._looked_s = now_s
 

@@ -395,7 +395,7 @@ class RunWorkers:
         self._reconnections = [_Reconnection(agent, now_s) for agent in self._agents if agent.is_lost]
         for agent, posts in zip(present, place(present, self._settings.env), strict=True):
             agent.workers = [
-                Worker(post.rank, agent.channel, self._output, logs, local_rank)
+                Worker(post.rank, agent.channel, self._output, logs, local_rank, self._settings.word)
                 for local_rank, post in enumerate(posts)
             ]
             agent.heard_s = SYSTEM_CLOCK.now_s()
@@ -446,7 +446,7 @@ class RunWorkers:
         rank = sum(worker.is_alive for worker in self.all)
         own = variables_of_one(self._settings.env, rank, local_rank, max(local_rank, len(here)) + 1, machine)
         own |= {"SHOAL_WORLD_SIZE": str(max(rank, local_rank, len(here)) + 1), JOINING_VARIABLE: "1"}
-        worker = Worker(number, agent.channel, self._output, self._logs, local_rank)
+        worker = Worker(number, agent.channel, self._output, self._logs, local_rank, self._settings.word)
         self._logs.add(number)
         agent.workers.append(worker)
         self.all.append(worker)
@@ -605,7 +605,7 @@ class RunWorkers:
         agent.copies.close()
         alive = [worker.rank for worker in agent.workers if worker.is_alive]
         if alive or self._settings.elastic.is_live:
-            whom = f" with {name_ranks(alive)}" if alive else ""
+            whom = f" with {name_ranks(alive, self._settings.word)}" if alive else ""
             self._output.say(f"{agent.host} is lost{whom}: {why}")
         for worker in agent.workers:
             worker.lose(now_s)

@@ -223,7 +223,9 @@ class Launcher:
         limit_s = self._settings.timeout_s
         ranks = [worker.rank for worker in self._workers if worker.is_alive]
         if limit_s is not None and now_s - self._started_s > limit_s and ranks:
-            reason = f"{name_ranks(ranks)} had not finished after {limit_s:g} s (--timeout)"
+            reason = (
+                f"{name_ranks(ranks, self._settings.word)} had not finished after {limit_s:g} s (--timeout)"
+            )
             self._output.say(reason)
             self._end(Ending(now_s, reason, TIMED_OUT))
         elif self._output.is_broken:
@@ -272,7 +274,7 @@ class Launcher:
             return
         for worker in alive:
             where = f" on {worker.host}" if worker.host else ""
-            who = f"rank {worker.rank}, process {worker.pid}{where},"
+            who = f"{worker.word} {worker.rank}, process {worker.pid}{where},"
             self._output.say(f"{who} does not end by SIGKILL: it hangs in the kernel and is left behind")
             worker.is_done = True
 

@@ -67,6 +67,8 @@ class LiveRun:
         self._num_wanted = num_wanted
         """How many workers the user has asked for last: a host that comes back gets the missing ones."""
         self._settings = settings
+        self._num_servers = settings.options.num_servers
+        """They have the first numbers, and are there from the beginning to the end."""
         self._run = run
         self._say = say
         self._coordinator = Coordinator(send=self._send, expel=self._expel, min_workers=settings.min_workers)
@@ -87,7 +89,7 @@ class LiveRun:
         """Take note of the first workers, and answer requests from now on."""
         self._coordinator.addresses = self._run.addresses
         for number, machine in self._run.machines.items():
-            self._coordinator.add(number, machine)
+            self._coordinator.add(number, machine, is_server=number < self._num_servers)
         elastic = self._settings.elastic
         if elastic.join_secret is not None or elastic.join_port is not None:
             self._open_port()
@@ -166,7 +168,8 @@ class LiveRun:
     @property
     def _going(self) -> list[Worker]:
         """The workers that are there, and are not to leave."""
-        return [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+        workers = self._run.all[self._num_servers :]
+        return [worker for worker in workers if worker.is_alive and worker.rank not in self._retired]
 
     def _start_worker(self, where: AgentHandle | None = None) -> Worker | None:
         worker = self._run.add(where)
@@ -246,7 +249,7 @@ class LiveRun:
                 self._ended[worker.rank] = None
                 has_left = worker.told.phase == "left"
                 self._coordinator.end(worker.rank, has_left=has_left)
-                if not has_left and worker.code != 0:
+                if not has_left and worker.code != 0 and worker.rank >= self._num_servers:
                     self._replace()
             elif worker.stop_signal is not None and now_s - worker.stopped_s > limit_s:
                 self._coordinator.give_up(worker.rank, f"it has been stopped for {limit_s:g} s")

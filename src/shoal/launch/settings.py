@@ -16,6 +16,7 @@ import msgspec
 from shoal.core.errors import UsageError
 from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_cores
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
+from shoal.launch.endings import WorkerWord
 
 if TYPE_CHECKING:
     from shoal.transport import SwarmSecret
@@ -127,6 +128,11 @@ class LaunchSettings:
     def num_processes(self) -> int:
         """The number of workers and servers."""
         return self.num_workers + self.options.num_servers
+
+    @property
+    def word(self) -> WorkerWord:
+        """What lines call a worker: where workers come and go, ranks change, and its number stays."""
+        return "worker" if self.elastic.is_live else "rank"
 
     @property
     def min_workers(self) -> int:

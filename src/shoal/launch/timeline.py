@@ -52,7 +52,7 @@ def collect(
         return
     for part in parts:
         part.unlink(missing_ok=True)
-    say(f"wrote the timeline {path}{f', without {name_ranks(missing)}' if missing else ''}")
+    say(f"wrote the timeline {path}{f', without {name_ranks(missing, settings.word)}' if missing else ''}")
 
 
 def make_room(timeline: str, ranks: Iterable[int]) -> None:

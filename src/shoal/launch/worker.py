@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from shoal.core.status import Status
-from shoal.launch.endings import Death, is_consequence, is_echo, without_own_numbers
+from shoal.launch.endings import Death, WorkerWord, is_consequence, is_echo, without_own_numbers
 from shoal.launch.output import LineSplitter, LogFiles, Output, Stream
 from shoal.launch.protocol import (
     AgentChannel,
@@ -52,10 +52,18 @@ class Worker:
     """A running worker, or what is left of it."""
 
     def __init__(
-        self, rank: int, channel: AgentChannel, output: Output, logs: LogFiles, local_rank: int = 0
+        self,
+        rank: int,
+        channel: AgentChannel,
+        output: Output,
+        logs: LogFiles,
+        local_rank: int = 0,
+        word: WorkerWord = "rank",
     ) -> None:
         self.rank = rank
         """Its rank, or in an elastic run its number, which stays the same while ranks change."""
+        self.word: WorkerWord = word
+        """What that is called in lines for people."""
         self.local_rank = local_rank
         self.host = channel.host
         """Where it runs, when it is no child of this process."""
@@ -150,14 +158,16 @@ class Worker:
     def lose(self, now_s: float) -> None:
         """Count it as ended: its machine has gone, or nobody there tells of it any more."""
         if self.is_alive:
-            self.given_up = Death(self.rank, 1, now_s, host=self.host)
+            self.given_up = Death(self.rank, 1, now_s, host=self.host, word=self.word)
             self._note_end(1, now_s)
         self.finish_output(now_s)
 
     def give_up(self, now_s: float) -> Death:
         """Count it as dead because it is stopped; it will be killed for that."""
         assert self.stop_signal is not None
-        self.given_up = Death(self.rank, -self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s)
+        self.given_up = Death(
+            self.rank, -self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s, word=self.word
+        )
         return self.given_up
 
     def death(self) -> Death:
@@ -167,13 +177,13 @@ class Worker:
             return self.given_up
         if self.code == 0 and self.told.early_step is not None:
             early_s = self._told_s["early_step"]
-            return Death(self.rank, 0, early_s, manner="early", step=self.told.early_step)
+            return Death(self.rank, 0, early_s, manner="early", step=self.told.early_step, word=self.word)
         if self.code == 0 and self.told.phase in ("joined", "training"):
-            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.told.step)
+            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.told.step, word=self.word)
         since_s = self.tracebacks.since_s
         if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised(self.code):
-            return Death(self.rank, self.code, self.ended_s)
-        return Death(self.rank, self.code, since_s, self.tracebacks.error)
+            return Death(self.rank, self.code, self.ended_s, word=self.word)
+        return Death(self.rank, self.code, since_s, self.tracebacks.error, word=self.word)
 
     def _note_end(self, code: int, now_s: float) -> None:
         self.code, self.ended_s, self.stop_signal = code, now_s, None

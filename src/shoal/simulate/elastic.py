@@ -262,7 +262,7 @@ class ElasticWorld:
         number = group.link.number
         network = self._network_of(form)
         try:
-            group.gather(form, "all are here", True, bool, deadline)
+            group.gather(form, "all are here", True, deadline)
         except BaseException:
             self._lose(number, "it was not there when the group formed")
             raise

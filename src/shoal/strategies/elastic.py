@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost
-from shoal.core.elastic import LeavingRun
+from shoal.core.elastic import LeavingRun, Progress
 from shoal.core.status import tell_launcher
 from shoal.data.course import merge
 from shoal.data.kept import kept_loaders
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _TRANSFER_S = 3600.0
 """A state that is larger than the lines between workers carry in an hour is not taken."""
+_TELL_EVERY_S, _MIN_STEPS_AHEAD = 0.1, 4
+"""A worker that does not go in lockstep says about so often, and so many steps ahead, how far it is."""
 _MAX_LISTED = 20
 """So many lost examples are named in the log; the loader's `lost_items` has all of them."""
 
@@ -64,9 +66,11 @@ class _Account(msgspec.Struct, array_like=True):
     dropped: list[Any]
     """How far they were when it dropped a step, if it has just done so."""
     noticed: dict[int, list[Any]]
-    """How far they were when it noticed the loss of a rank of that generation."""
+    """After how many steps it noticed the loss of a rank of that generation, and how far they were then."""
     left: dict[int, list[Any]]
     """How far the loaders of ranks of that generation were that have left in order."""
+    lost: dict[int, list[Any]]
+    """The same of ranks that were lost, as they said last, and how many items more they may have taken."""
 
 
 class ElasticTraining:
@@ -86,8 +90,13 @@ class ElasticTraining:
         self._session = session
         self._group = group
         self._generation, self._rank, self._size = 0, 0, 0
+        self._numbers: list[int] = []
+        """The numbers of the workers of that generation, by rank."""
         self._noticed: dict[int, list[Any]] = {}
         self._dropped: list[Any] = []
+        self._tell_step = 0
+        """After which step this worker says again how far it is, where workers do not go in lockstep."""
+        self._told_epochs: list[int] = []
 
     @property
     def can_share(self) -> bool:
@@ -122,7 +131,7 @@ class ElasticTraining:
 
     def notice(self, rank: int) -> None:
         """Remembers how far this worker was when it noticed the loss of another."""
-        self._noticed.setdefault(rank, _places(self._group))
+        self._noticed.setdefault(rank, [self._session.steps, _places(self._group)])
 
     def step_ended(self, *, is_dropped: bool) -> None:
         """Looks, between two steps, whether the group is to become another one.
@@ -139,8 +148,11 @@ class ElasticTraining:
         if self.error is not None:
             _regroup(group, self.error)
             return
-        if _sessions[group][0] is self and group.is_due(self._session.steps):
-            _regroup(group, None)
+        if _sessions[group][0] is self:
+            if not group.link.is_lockstep:
+                self._tell_progress()
+            if group.is_due(self._session.steps):
+                _regroup(group, None)
 
     def take_over(self) -> bool:
         """Takes from those who have trained what this worker lacks; False if nobody has. Collective."""
@@ -156,7 +168,8 @@ class ElasticTraining:
             _places(self._group),
             self._dropped,
             self._noticed,
-            self._places_left(),
+            {rank: places for rank, (places, _) in self._told(self._group.left_notes).items() if places},
+            self._told(self._group.lost_notes),
         )
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         trained = [each for each in accounts if each.has_trained]
@@ -275,10 +288,14 @@ class ElasticTraining:
         group, loaders = self._session.group, kept_loaders(self._group)
         if _sessions[self._group][0] is not self:
             return  # the loaders are the group's: they have been divided with its first session
+        strategy = self._session.strategy
         newest = max(each.generation for each in trained)
         known = [each for each in trained if each.generation == newest]
         size = known[0].old_size
+        left = {rank: places for each in known for rank, places in each.left.items()}
+        lost = {rank: told for each in known for rank, told in each.lost.items()}
         states = take_state(group, loaders.states, first)
+        loaders.add_lost(take_state(group, loaders.lost, first))
         merged: list[Mapping[str, Any] | None] = []
         for number, state in enumerate(states):
             others = {each.old_rank: each.places[number] for each in known if number < len(each.places)}
@@ -286,54 +303,65 @@ class ElasticTraining:
             if state is None or not others:
                 merged.append(None)
                 continue
-            left = {rank: places for each in known for rank, places in each.left.items()}
             others |= {rank: left[rank][number] for rank in left if number < len(left[rank])}
+            nearest = min(others.values(), key=_order)
             gone = [rank for rank in range(size) if rank not in others]
-            for rank in gone:
-                noticed = [
-                    each.noticed[rank][number]
-                    for each in known
-                    if rank in each.noticed and number < len(each.noticed[rank])
-                ]
-                noticed = [place for place in noticed if place is not None]
-                if not noticed and self._session.strategy.is_lockstep:
-                    continue  # it has left after the same step as the others
-                seen = noticed or [place for other, place in others.items() if other not in gone]
-                place = min(seen, key=lambda place: (place[0], len(place[1]), place[2]))
-                most = max(theirs[2] for theirs in seen if theirs[:2] == place[:2])
+            # with equal gradients a step counts for all workers, or is done again by the others
+            for rank in [] if strategy.shares_gradients else [rank for rank in gone if rank in lost]:
+                if strategy.is_lockstep:
+                    noticed = [each.noticed[rank] for each in known if rank in each.noticed]
+                    seen = [(steps, places[number]) for steps, places in noticed if number < len(places)]
+                    seen = [(steps, place) for steps, place in seen if place is not None]
+                    steps, place = min(
+                        seen, key=lambda one: _order(one[1]), default=(self._session.steps, nearest)
+                    )
+                    # between two rounds workers are not together
+                    num_since, period = steps % strategy.options.local_steps, strategy.options.local_steps
+                    num_batches = num_since + 1
+                    num_more = (period - num_since) * loaders.items_per_step[number] if period > 1 else 0
+                else:
+                    places, more = lost[rank]
+                    place = places[number] if number < len(places) else None
+                    place = [*nearest[:2], 0] if place is None else place
+                    num_batches = strategy.options.local_steps
+                    num_more = more[number] if number < len(more) else 0
                 others[rank] = place
-                self._list_lost(number, place, most, (rank, size), is_speaker=group.rank == first)
+                items = loaders.note_lost(number, place, (rank, size), num_batches, num_more)
+                if items and group.rank == first:
+                    _tell_lost(place[0], items)
             merged.append(merge(state, others, size, lost=gone))
         loaders.move(group.rank, group.size, merged)
 
-    def _list_lost(
-        self, number: int, place: Sequence[Any], most: int, part: tuple[int, int], *, is_speaker: bool
-    ) -> None:
-        """Lists what a worker that has gone has taken since it last shared what it had learned.
+    # What the others know of this worker when it has gone.
 
-        Where workers do not go in lockstep, how far it was is known only as well as the others, of which the
-        furthest has taken `most`, are together.
+    def note(self, num_more: Sequence[int] = ()) -> bytes:
+        """Says how far this worker's loaders are, and how many items more it may take of each."""
+        return msgspec.msgpack.encode([self._generation, _places(self._group), num_more])
+
+    def _tell_progress(self) -> None:
+        """Tells the coordinator now and then how far this worker is, and may go before it says so again.
+
+        Where workers do not go in lockstep, the others do not know how far one was that is lost.
         """
-        strategy = self._session.strategy
-        if strategy.shares_gradients:
-            return  # a step counts for all workers, or is done again by the others
-        num_batches = strategy.steps % max(1, strategy.options.local_steps) + 1
-        spread = 0 if strategy.is_lockstep else most - place[2] + 1
-        items = kept_loaders(self._group).note_lost(number, place, part, num_batches, spread)
-        if items and is_speaker:
-            shown = ", ".join(map(str, items[:_MAX_LISTED])) + (", ..." if len(items) > _MAX_LISTED else "")
-            log.warning(
-                "epoch %d: %d examples of a worker that has gone may be missing from the model%s: %s",
-                place[0] + 1, len(items), "" if strategy.is_lockstep else ", or come twice", shown,
-            )  # fmt: skip
+        loaders, steps = kept_loaders(self._group), self._session.steps
+        epochs = loaders.epochs
+        if steps >= self._tell_step or epochs != self._told_epochs:
+            num_steps = max(_MIN_STEPS_AHEAD, self._group.link.num_steps_in(_TELL_EVERY_S))
+            self._tell_step, self._told_epochs = steps + num_steps, epochs
+            num_more = [(num_steps + 1) * num_items for num_items in loaders.items_per_step]
+            self._group.link.send(Progress(self.note(num_more)))
 
-    def note(self) -> bytes:
-        """Says how far this worker's loaders are, for the others if it leaves now."""
-        return msgspec.msgpack.encode([self._generation, self._rank, _places(self._group)])
+    def _told(self, notes: Mapping[int, bytes]) -> dict[int, list[Any]]:
+        """Finds, by rank of the last generation, what those have said who have gone.
 
-    def _places_left(self) -> dict[int, list[Any]]:
-        notes = [msgspec.msgpack.decode(note) for note in self._group.left_notes.values() if note]
-        return {rank: places for generation, rank, places in notes if generation == self._generation}
+        Who has said nothing there, has done nothing there.
+        """
+        told: dict[int, list[Any]] = {}
+        for number, note in notes.items():
+            if number in self._numbers:
+                generation, *rest = msgspec.msgpack.decode(note) if note else [0]
+                told[self._numbers.index(number)] = rest if generation == self._generation else [[], []]
+        return told
 
     def _entered(self) -> None:
         """Takes note that the session has started in the present generation."""
@@ -341,8 +369,13 @@ class ElasticTraining:
         assert form is not None, "no generation"
         self.has_trained, self.is_whole, self.error = True, True, None
         self._group.left_notes.clear()
+        self._group.lost_notes.clear()
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
+        self._numbers = [place.number for place in form.places[self._group.num_servers :]]
         self._noticed, self._dropped = {}, []
+        if not self._group.link.is_lockstep and _sessions[self._group][0] is self:
+            self._tell_step = 0
+            self._tell_progress()
         if old_size and old_size != self._size:
             for follow in self.followers:
                 follow(old_size, self._size)
@@ -382,7 +415,7 @@ def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
             "rounds": strategy.rounds,
         }
         with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
-            state = strategy.state_dict()
+            state = strategy.state_at_end()
         elastic.kept_state = state
     elastic.is_whole = False
     if session.is_in_group:
@@ -402,6 +435,20 @@ def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
 def _places(group: ElasticGroup) -> list[Any]:
     states = kept_loaders(group).states()
     return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+
+
+def _order(place: Sequence[Any]) -> tuple[int, int, int]:
+    """Orders places of a loader by how far they are."""
+    return place[0], len(place[1]), place[2]
+
+
+def _tell_lost(epoch: int, items: Sequence[Any]) -> None:
+    """Names what a lost worker had taken since it last shared what it had learned."""
+    shown = ", ".join(map(str, items[:_MAX_LISTED])) + (", ..." if len(items) > _MAX_LISTED else "")
+    log.warning(
+        "epoch %d: %d examples of a worker that has gone may be missing from the model, or come twice: %s",
+        epoch + 1, len(items), shown,
+    )  # fmt: skip
 
 
 def _peer(address: str, peer_id: str) -> Peer:

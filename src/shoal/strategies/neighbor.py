@@ -13,6 +13,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, exchange_machines
+from shoal.group.elastic import elastic_of
 from shoal.strategies.options import HierarchicalOptions, MixOptions, NeighborOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -151,6 +152,7 @@ class HierarchicalAverage(NeighborAverage):
     """`x_i ← Σ_m W_{m(i) m} · mean of machine m`: `topology` and `weights` are over machines.
 
     The documents' hierarchical_neighbor_allreduce. On a single machine it averages all workers' parameters.
+    Where workers come and go, machines may have unequal numbers of them, whose weights are unequal then.
     """
 
     name = "hierarchical"
@@ -162,7 +164,7 @@ class HierarchicalAverage(NeighborAverage):
         """Makes the topology of the group's machines."""
         self.group = group
         workers = Counter(group.machines)
-        if len(set(workers.values())) > 1:
+        if len(set(workers.values())) > 1 and elastic_of(group) is None:
             raise UsageError(
                 "hierarchical averaging needs as many workers on every machine; there are "
                 f"{', '.join(str(workers[machine]) for machine in sorted(workers))}.",

@@ -27,6 +27,7 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
+from shoal.core.placement import torchrun_attempt
 from shoal.core.processes import boot_id, network_of, own_addresses
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE, EncryptChoice
 from shoal.transport.trust.membership import is_loopback
@@ -201,8 +202,8 @@ class Rendezvous:
     def open(cls, placement: Placement, deadline: Deadline, name: str = "") -> Rendezvous:
         """Reaches the store, which rank 0 opens where nobody else has; `name` tells groups of a run apart."""
         store = _initialised(placement) or _at_master(placement, deadline)
-        names = (RUN_ID_VARIABLE, TORCHRUN_ID_VARIABLE, "TORCHELASTIC_RESTART_COUNT")
-        run = "/".join(os.environ.get(name, "") for name in names)
+        names = (RUN_ID_VARIABLE, TORCHRUN_ID_VARIABLE)
+        run = "/".join([*(os.environ.get(name, "") for name in names), torchrun_attempt(os.environ)])
         # opened in the same order by all workers, as everything that is collective
         number = _opened[name] = _opened.get(name, 0) + 1
         prefix = dist.PrefixStore(f"shoal/{run}/{name}/{number}", store)

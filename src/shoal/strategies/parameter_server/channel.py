@@ -102,6 +102,18 @@ class ParameterShard:
         return moved
 
 
+def divide(parameters: Sequence[torch.Tensor], num_servers: int) -> list[list[int]]:
+    """Says which parameters each server holds, balanced by size; whatever the number of workers is."""
+    sizes_bytes = [size_bytes(describe(parameter)) for parameter in parameters]
+    loads = [0] * num_servers
+    parts: list[list[int]] = [[] for _ in range(num_servers)]
+    for index in sorted(range(len(sizes_bytes)), key=lambda index: -sizes_bytes[index]):
+        server = loads.index(min(loads))
+        loads[server] += max(ALIGNMENT_BYTES, sizes_bytes[index])
+        parts[server].append(index)
+    return [sorted(part) for part in parts]
+
+
 def plan_shards(
     parameters: Sequence[torch.Tensor], num_servers: int, max_shards: int = MAX_SHARDS
 ) -> list[ParameterShard]:
@@ -113,13 +125,7 @@ def plan_shards(
     its bytes.
     """
     specs = [describe(parameter) for parameter in parameters]
-    loads = [0] * num_servers
-    parts: list[list[int]] = [[] for _ in range(num_servers)]
-    for index in sorted(range(len(specs)), key=lambda index: -size_bytes(specs[index])):
-        server = loads.index(min(loads))
-        loads[server] += max(ALIGNMENT_BYTES, size_bytes(specs[index]))
-        parts[server].append(index)
-    planned = [_layouts(specs, sorted(part), max_shards) for part in parts]
+    planned = [_layouts(specs, part, max_shards) for part in divide(parameters, num_servers)]
     turns = [
         (server, layouts[turn])
         for turn in range(max(map(len, planned)))

@@ -240,10 +240,14 @@ class AsyncServer:
         for rank, told in self._told.items():
             if rank not in lost:
                 told.wait()
-        for shard in self._shards:
-            shard.close()
+        self.release()
         ended = [worker for worker in self._workers if worker.rank not in lost]
         return bool(ended) and all(worker.stays for worker in ended)
+
+    def release(self) -> None:
+        """Moves the parameters back into private memory."""
+        for shard in self._shards:
+            shard.close()
 
     def summary(self) -> dict[str, Any]:
         """Gives what the server has counted."""

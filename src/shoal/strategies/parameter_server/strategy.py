@@ -17,13 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core import Deadline
+from shoal.core.elastic import LeavingRun
 from shoal.core.errors import CheckpointError, PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, share
+from shoal.group.elastic import ElasticGroup, elastic_of
 from shoal.strategies.averaging import own_model
 from shoal.strategies.checkpointing import Contents
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
-from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel
+from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
 from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
 from shoal.strategies.session import TrainingSession, rate_factor
@@ -61,6 +63,8 @@ class ParameterServer(Strategy):
         self._is_void = False
         self._num_refused = 0
         self._stats: dict[str, Any] = {}
+        self._has_served = False
+        """Whether this server holds what was learned; a run whose workers come and go attaches it again."""
         self.staleness: Staleness | None = None
         """How far behind the pushes were that a server has taken; None on a worker."""
 
@@ -94,12 +98,17 @@ class ParameterServer(Strategy):
 
         The first worker's values are taken whatever `should_start_equal` says: there is one model only.
         """
+        elastic = elastic_of(self.group)
         if self.group.role == "server":
-            while self.serve(model, optimizer):
-                pass
-            self.group.leave()
+            if elastic is not None:
+                self._serve_generations(elastic, model, optimizer)
+            else:
+                while self.serve(model, optimizer):
+                    pass
+                self.group.leave()
             raise SystemExit(0)
-        if self.group.everybody is None and self.group.size > 1:
+        is_pending = elastic is not None and elastic.is_pending
+        if self.group.everybody is None and self.group.size > 1 and not is_pending:
             raise UsageError(
                 f"{self.name} has no server among its workers.",
                 next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
@@ -122,8 +131,12 @@ class ParameterServer(Strategy):
         channel = self._open_channel(everybody, session)
         kind = SyncServer if self.options.mode == "sync" else AsyncServer
         server = kind(channel, session)
-        everybody.barrier().wait()
-        everybody.should_survive = True
+        try:
+            everybody.barrier().wait()
+        except PeerLost:
+            server.release()
+            raise
+        everybody.should_survive, self._has_served = True, True
         self.staleness = server.staleness
         self.status_reporter.opened(0)
         try:
@@ -134,6 +147,22 @@ class ParameterServer(Strategy):
             channel.close()
         self._stats = server.summary()
         return do_all_stay
+
+    def _serve_generations(self, elastic: ElasticGroup, model: nn.Module, optimizer: Optimizer) -> None:
+        """Serves the workers of each generation, until the run is over."""
+        elastic.link.is_lockstep = False
+        while True:
+            error: PeerLost | None = None
+            try:
+                self.serve(model, optimizer)
+            except PeerLost as lost:
+                error = lost
+            try:
+                elastic.regroup(0, is_fresh=not self._has_served, error=error)
+            except LeavingRun:
+                tell_launcher(phase="left")
+                return
+            self.status_reporter = self.status_reporter.moved(self.group)
 
     def settle_round(self, session: TrainingSession) -> None:
         """With backup workers waits until all have called it, and pulls."""
@@ -153,7 +182,8 @@ class ParameterServer(Strategy):
         assert everybody is not None
         everybody.barrier().wait()
         everybody.should_survive = False
-        self.checkpoints.resume(session)
+        if session.elastic is None or not session.elastic.take_over():
+            self.checkpoints.resume(session)
 
     def start(self, session: TrainingSession) -> None:
         """Gives everybody the first worker's values, and opens the way to the servers."""
@@ -169,7 +199,9 @@ class ParameterServer(Strategy):
 
     def _open_channel(self, everybody: Group, session: TrainingSession) -> ServerChannel:
         first_worker = next(rank for rank in everybody.members if rank >= self.group.num_servers)
-        is_on_devices = take_first_worker(everybody, first_worker, session)
+        have_served = any(share(everybody, self._has_served))
+        num_holding = self.group.num_servers if have_served else 0
+        is_on_devices = take_first_worker(everybody, first_worker, session, num_holding)
         return ServerChannel(everybody, session, self.options, is_on_devices=is_on_devices)
 
     def before_step(self, session: TrainingSession) -> None:
@@ -326,14 +358,20 @@ def _check(options: ParameterServerOptions) -> None:
         )
 
 
-def take_first_worker(group: Group, root: int, session: TrainingSession) -> bool:
+def take_first_worker(group: Group, root: int, session: TrainingSession, num_holding: int = 0) -> bool:
     """Makes parameters, buffers, and the optimizer's settings and state of rank `root` everybody's.
 
     Where its optimizer has no state, others keep theirs. UsageError on all when one is of another kind. Tells
-    whether all members have their models on GPUs.
+    whether all members have their models on GPUs. Where so many servers hold a model already, each gives its
+    parameters, and all keep their optimizers.
     """
     require_equal(group, session.named_tensors)
-    take_values(group, list(session.named_tensors.values()), root)
+    held: set[int] = set()
+    for server, indices in enumerate(divide(session.trainable, num_holding) if num_holding else ()):
+        part = [session.trainable[index] for index in indices]
+        held.update(map(id, part))
+        take_values(group, part, server)
+    take_values(group, [each for each in session.named_tensors.values() if id(each) not in held], root)
     optimizer = session.optimizer
     shape = [sorted(optimizer.defaults), [len(part["params"]) for part in optimizer.param_groups]]
     has_state, is_on_device = any(optimizer.state.values()), session.device.type != "cpu"
@@ -345,7 +383,9 @@ def take_first_worker(group: Group, root: int, session: TrainingSession) -> bool
                 f"rank {rank} of workers and servers has another optimizer than rank {first}.",
                 next_step="build the same one, with the same groups of parameters, on all.",
             )
-    if told[root][0] & 1:
+    if num_holding:
+        pass
+    elif told[root][0] & 1:
         state = take_state(group, optimizer.state_dict, root)
         if group.rank != root:
             optimizer.load_state_dict(state)

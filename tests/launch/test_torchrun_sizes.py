@@ -1,0 +1,128 @@
+"""`torchrun --nnodes 1:2`: when a node is lost or comes, all workers restart, and go on from a checkpoint."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.settings import free_port
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name != "posix", reason="ends nodes by signals"),
+    pytest.mark.timeout(600),
+]
+PROGRAM = Path(__file__).parent.parent / "cluster" / "growing.py"
+LIMIT_S = 200.0
+
+
+class Nodes:
+    """Agents of torchrun with one worker each, and what all their workers print."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._port = free_port()
+        self._lines = []
+        self._came = threading.Condition()
+        self.agents = []
+        self._readers = []
+
+    def start(self):
+        """Starts one more node."""
+        words = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d"]
+        words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "sizes"]
+        words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1"]
+        variables = {
+            "SHOAL_CHECKPOINT": str(self._folder / "checkpoint"),
+            "SHOAL_CHECKPOINT_EVERY": "10",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words, PROGRAM, self._folder],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._readers.append(threading.Thread(target=self._read, args=[agent.stdout]))
+        self._readers[-1].start()
+        self.agents.append(agent)
+        return agent
+
+    def wait_for_meeting(self):
+        """Until the first node has opened the place where all meet, which must not be lost."""
+        end_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self._port), 1).close()
+                return
+            time.sleep(0.1)
+
+    def _read(self, stream):
+        with stream:
+            for line in stream:
+                with self._came:
+                    self._lines.append(line)
+                    self._came.notify_all()
+
+    def wait_for(self, pattern, num_lines):
+        """The numbers in the first so many lines of a kind."""
+
+        def found():
+            return [match for line in self._lines if (match := re.search(pattern, line))]
+
+        with self._came:
+            assert self._came.wait_for(lambda: len(found()) >= num_lines, LIMIT_S), "".join(self._lines)
+        return [int(match[1]) for match in found()]
+
+    def close(self):
+        """Ends all of them."""
+        for agent in self.agents:
+            self.lose(agent)
+            agent.wait(20)
+        for reader in self._readers:
+            reader.join(20)
+
+    def lose(self, agent):
+        """Takes a node and its worker at once."""
+        children = []
+        with contextlib.suppress(OSError):  # it has ended
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for pid in [agent.pid, *map(int, children)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.close()
+
+
+def test_a_lost_node_and_one_that_comes_change_the_size(nodes, tmp_path):
+    nodes.start()
+    nodes.wait_for_meeting()
+    second = nodes.start()
+    nodes.wait_for(r"training \d+ size (2) from 0", 2)
+    while not list((tmp_path / "checkpoint").glob("step-*")):
+        time.sleep(0.1)
+    nodes.lose(second)
+    (alone_from,) = nodes.wait_for(r"training \d+ size 1 from (\d+)", 1)
+    assert alone_from >= 10
+    nodes.start()
+    again_from = nodes.wait_for(r"training \d+ size 2 from ([1-9]\d*)", 2)
+    assert len(set(again_from)) == 1
+    assert again_from[0] >= alone_from
+    (tmp_path / "end").touch()
+    nodes.wait_for(r"ends .* size (2)", 2)
