@@ -1,11 +1,13 @@
 import itertools
+import random
+from collections import Counter
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from shoal.data import Part, ShardedLoader, shard
-from shoal.data.course import merge
+from shoal.data.course import Course, merge
 from shoal.data.kept import kept_loaders
 from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
@@ -107,6 +109,50 @@ def test_who_is_ahead_has_taken_all_and_who_is_lost_what_the_others_have():
     assert taken[0] == 4
     assert taken[1] == taken[4] > 9
     assert taken[2] == taken[3] == 6
+
+
+def order_of(epoch, num_items):
+    return random.Random(epoch).sample(range(num_items), num_items)
+
+
+def take(course, num_items, seen):
+    """Takes one item, of the next epoch where nothing is left of this one."""
+    while True:
+        iteration = course.current
+        if iteration is None or iteration.is_over:
+            iteration = course.begin()
+        item = next(course.own(order_of(iteration.epoch, num_items), iteration), None)
+        if item is not None:
+            iteration.num_taken += 1
+            seen[iteration.epoch, item] += 1
+            return
+        iteration.is_over = True
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_however_many_epochs_workers_are_apart_when_their_number_changes(seed):
+    """Each item comes once in each epoch: little may be left of several epochs after some changes."""
+    dice, seen = random.Random(seed), Counter()
+    num_items, size = dice.randrange(5, 12), dice.randrange(1, 5)
+    courses = [Course(Part(rank, size, "uneven"), num_items) for rank in range(size)]
+    for _ in range(8):
+        for course in courses:
+            for _ in range(dice.randrange(num_items)):
+                take(course, num_items, seen)
+        states = [course.state_dict() for course in courses]
+        places = {
+            rank: [state["epoch"], state["legs"], state["num_taken"]] for rank, state in enumerate(states)
+        }
+        merged = merge(dice.choice(states), places, size)
+        size = dice.randrange(1, 5)
+        courses = [*courses, *(Course(Part(0, 1, "uneven"), num_items) for _ in range(size))][:size]
+        for rank, course in enumerate(courses):
+            course.move(Part(rank, size, "uneven"), merged)
+    last = max(epoch for epoch, _ in seen)
+    for course in courses:
+        while course.epoch <= last + 1:
+            take(course, num_items, seen)
+    assert all(seen[epoch, item] == 1 for epoch in range(last + 1) for item in range(num_items))
 
 
 def test_loaders_of_a_group_are_kept_in_their_order():

@@ -56,7 +56,7 @@ class Course:
         self.num_moves = 0
         """How often the workers have changed; an iteration that was under way goes on in another part."""
         self._ahead: dict[int, list[list[int]]] = {}
-        """The legs of an epoch that only others had begun when the workers changed."""
+        """The legs of later epochs that some had begun when the workers changed last."""
         self.items_per_batch = 1
         self.order_of: Callable[[Iteration], Iterable[Any]] | None = None
         """Gives the items of an epoch in their order, where that can be known again."""
@@ -83,7 +83,7 @@ class Course:
         """The next epoch, or what is left of the one that an earlier run had begun."""
         self._previous = self._current
         resumed, self._resumed = self._resumed if self.is_resuming else None, None
-        self._current = resumed or Iteration(self.epoch, self._ahead.pop(self.epoch, []))
+        self._current = resumed or Iteration(self.epoch, self._ahead.get(self.epoch, []))
         self._marked = self._current, self._current.num_taken
         self.epoch += 1
         return self._current
@@ -158,7 +158,7 @@ class Course:
         if current is None or current.is_over:
             current = self._resumed or Iteration(self.epoch, self._ahead.get(self.epoch, []))
         return {
-            "ahead": self._ahead.get(current.epoch + 1, []),
+            "later": [[epoch, legs] for epoch, legs in self._ahead.items()],
             "epoch": current.epoch,
             "legs": current.legs,
             "num_taken": current.num_taken,
@@ -177,7 +177,10 @@ class Course:
         self.epoch = state["epoch"]
         self._current = None
         self._resumed = Iteration(self.epoch, legs, num_taken or 0, state["order"])
-        self._ahead = {self.epoch + 1: [list(leg) for leg in state.get("ahead", ())]}
+        later = state.get(
+            "later", [[self.epoch + 1, state.get("ahead", ())]]
+        )  # the second was written before
+        self._ahead = {epoch: [list(leg) for leg in legs] for epoch, legs in later}
         for generator, known in zip(self._generators, state["generators"], strict=False):
             generator.set_state(known)
         return True
@@ -189,21 +192,28 @@ def merge(
     """One state for any number of workers, of this worker's and each rank's [epoch, legs, num_taken].
 
     The earliest epoch counts, and who is ahead has taken all of it, as has who has left; the lost have taken
-    what the most of the others have. What was taken of the epoch after it is kept for when that begins.
+    what the most of the others have. What was taken of the epochs after it is kept for when those begin.
     """
     epoch, legs = min((theirs[0], theirs[1]) for theirs in others.values())
     taken = {rank: theirs[2] if theirs[0] == epoch else ALL for rank, theirs in others.items()}
     most = max(theirs[2] for theirs in others.values() if theirs[0] == epoch)
     leg = [taken.get(rank, most if rank in lost else ALL) for rank in range(size)]
     order = own["order"] if own["epoch"] == epoch else None
-    ahead = own.get("ahead", []) if own["epoch"] == epoch else []
-    begun = {rank: theirs for rank, theirs in others.items() if theirs[0] == epoch + 1 and theirs[2]}
-    if begun:
-        before = next(theirs[1] for theirs in begun.values())
-        ahead = [*before, [begun[rank][2] if rank in begun else 0 for rank in range(size)]]
+    # all workers know the same of later epochs, since their number changed last
+    later = {number: before for number, before in own.get("later", ()) if number > epoch}
+    for number in range(epoch + 1, max(theirs[0] for theirs in others.values()) + 1):
+        more = [0] * size
+        for rank, theirs in others.items():
+            more[rank] = ALL if theirs[0] > number else theirs[2] if theirs[0] == number else 0
+        later[number] = [*later.get(number, ()), more]
     return {
-        **own, "epoch": epoch, "legs": [*legs, leg], "num_taken": None, "order": order, "ahead": ahead
-    }  # fmt: skip
+        **own,
+        "epoch": epoch,
+        "legs": [*legs, leg],
+        "num_taken": None,
+        "order": order,
+        "later": [[number, before] for number, before in later.items()],
+    }
 
 
 def _rest(items: Iterable[T], leg: Sequence[int]) -> Iterator[T]:
