@@ -20,7 +20,7 @@ from shoal.experts import wire
 from shoal.experts.devices import cuda
 from shoal.experts.expert import Expert
 from shoal.experts.server.jobs import InputCache, Job, JobKind
-from shoal.experts.server.server import server as server_module
+from shoal.experts.server import server as server_module
 from shoal.experts.settings import ServerSettings
 
 

@@ -177,9 +177,8 @@ class Course:
         self.epoch = state["epoch"]
         self._current = None
         self._resumed = Iteration(self.epoch, legs, num_taken or 0, state["order"])
-        later = state.get(
-            "later", [[self.epoch + 1, state.get("ahead", ())]]
-        )  # the second was written before
+        # earlier versions wrote the legs of one later epoch
+        later = state.get("later", [[self.epoch + 1, state.get("ahead", ())]])
         self._ahead = {epoch: [list(leg) for leg in legs] for epoch, legs in later}
         for generator, known in zip(self._generators, state["generators"], strict=False):
             generator.set_state(known)
