@@ -6,12 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 
 import torch
 
-from shoal.core import Address, Deadline, DeadlineExceeded, PeerId, run_virtual
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    PeerId,
+    ShoalError,
+    StandingScope,
+    run_virtual,
+)
 from shoal.swarm import CommittedSGD, SwarmRun, SwarmSettings
+from shoal.swarm.state import credited_samples
 from shoal.transport import MemoryNetwork, StreamTransport
 
 NUM_ELEMENTS = 64
@@ -30,6 +40,7 @@ class World:
         self.num_elements = num_elements
         self.seed = seed
         self.runs = {}
+        self.commits = {}
         self.num_calls = 0
         self.fault = None
         self.cut = None
@@ -39,6 +50,9 @@ class World:
 
     async def __aenter__(self):
         await self._stack.__aenter__()
+        standing = StandingScope("late messages")
+        self.scope = await standing.open()
+        self._stack.push_async_callback(standing.close)
         return self
 
     async def __aexit__(self, *error):
@@ -65,6 +79,7 @@ class World:
             **options,
         )
         self.runs[number] = run
+        self._record(run)
         await self._stack.enter_async_context(run)
         return run
 
@@ -79,6 +94,32 @@ class World:
         while not condition():
             deadline.check("a condition of the test")
             await asyncio.sleep(0.02)
+
+    def _record(self, run):
+        """Notes every commit with its round's list: what is in them must be what the ledgers say."""
+        apply = run._apply
+
+        def recorded(commit, held, place):
+            if place >= 0:
+                self.commits[commit.fork, commit.round] = commit, run.round.members
+            apply(commit, held, place)
+
+        run._apply = recorded
+
+    def check_samples(self):
+        """All hold one state: every sample in it was added once, and its owner, if it lives, says so."""
+        state = next(iter(self.alive().values())).state
+        counted = dict.fromkeys(self.runs, 0)
+        for (fork, number), (commit, members) in self.commits.items():
+            if commit.plan is not None and state.descends_from(fork, number):
+                for place, samples in zip(commit.plan.contributors, credited_samples(commit), strict=True):
+                    counted[int(members[place].host[1:])] += samples
+        assert sum(counted.values()) == state.num_samples
+        for number, run in self.runs.items():
+            assert counted[number] <= run.ledger.num_added
+        for number, run in self.alive().items():
+            unknown = sum(num for why, num in run.ledger.lost if "not known" in why)
+            assert run.ledger.num_committed <= counted[number] <= run.ledger.num_committed + unknown
 
     def kill(self, number):
         self.network.host(f"p{number}").kill()
@@ -125,8 +166,8 @@ class CountedTransport(StreamTransport):
         if what == "late":
             # it arrives long after its sender has given up
             await asyncio.sleep(deadline.remaining_s)
-            late = super().call(peer, method, payload, buffers, deadline=Deadline.after(100), into=into)
-            world.runs[self._number]._standing.scope.start_soon(_after(30.0, late), name="late")
+            resend = functools.partial(super().call, peer, method, payload, buffers)
+            world.scope.start_soon(_resend(resend), name="late")
             raise DeadlineExceeded("late")
         if what == "before":
             world.kill(self._number)
@@ -141,10 +182,10 @@ class CountedTransport(StreamTransport):
         return reply
 
 
-async def _after(seconds, work):
-    await asyncio.sleep(seconds)
-    with contextlib.suppress(Exception):
-        await work
+async def _resend(call):
+    await asyncio.sleep(30)
+    with contextlib.suppress(ShoalError):
+        await call(deadline=Deadline.after(10))
 
 
 def virtual(main, limit_s=100_000):

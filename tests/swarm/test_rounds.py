@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 import torch
-from swarm.swarms import World, gradient, virtual
 
 from shoal.core import Deadline
 from shoal.swarm import CommittedState, SwarmSettings
 from shoal.swarm.wire import ABORT
 from shoal.tensors import Float16, Int8, TopK
+from swarm.swarms import World, gradient, virtual
 
 
 async def contribute(world, key, samples=5):
@@ -114,7 +114,9 @@ def test_all_but_one_die_one_after_the_other():
             for key in range(4):
                 await contribute(world, key)
                 world.kill(next(iter(world.alive())))
-                await world.wait(lambda: all(len(r.members) == 4 - key for r in world.alive().values()))
+                await world.wait(
+                    lambda key=key: all(len(r.members) == 4 - key for r in world.alive().values())
+                )
             await contribute(world, 9)
             world.check()
             assert [fork for fork, *_ in world.runs[4].history][-1] == world.runs[4].history[0][0]
@@ -132,7 +134,7 @@ def test_what_is_not_finite_is_refused_and_its_sender_left_out():
                     values = gradient(key + number)
                     run.add(values * float("nan") if run is broken else values, 5)
                 steps = world.runs[0].state.num_steps
-                await world.wait(lambda: world.runs[0].state.num_steps > steps)
+                await world.wait(lambda steps=steps: world.runs[0].state.num_steps > steps)
             await asyncio.sleep(1)
             assert broken.ledger.num_committed == 0
             assert bool(torch.isfinite(world.runs[0].state.parameters).all())

@@ -77,6 +77,7 @@ NUM_KEPT = 2
 NUM_SINCE_PIN = 8
 """Rounds that a member keeps after the state that it has pinned for joiners."""
 MAX_DONORS = 8
+MAX_ASKED = 32
 MEET_S = 10.0
 """How often a coordinator looks for other forks of its run."""
 _ROUND_S = 1.0
@@ -391,15 +392,7 @@ class SwarmRun:
             if found.pinned_round < 0:
                 await self._tell(asked, JoinRunRequest(self.run, self.context.me, found.fork, -1))
                 return
-            taker = StateTaker(self._transport, found.pinned_state)
-            donors = [member.peer for member in asked[:MAX_DONORS]]
-            try:
-                taken = await taker.take(donors, Deadline.after(_TRANSFER_S))
-            finally:
-                self.blamed.update(taker.blamed)
-            state.restore(taken)
-            self._finished.clear()
-            self.ledger.reconcile(state.descends_from)
+            await self._take_state(found, [member.peer for member in asked])
         for commit in await self._commits_since(asked):
             held: dict[tuple[int, bytes], HeldPart] = {}
             if commit.kind == END or not await self._hold(commit, held, asked):
@@ -408,6 +401,22 @@ class SwarmRun:
             if self.is_member:
                 return
         await self._tell(asked, JoinRunRequest(self.run, self.context.me, state.fork, state.round))
+
+    async def _take_state(self, found: JoinReply, peers: Sequence[Peer]) -> None:
+        """Takes the pinned state from up to eight that hold it, leaf by leaf, and holds it for others."""
+        calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers[:MAX_ASKED]]
+        answers = await fanout(calls, Deadline.after(2 * _ASK_S))
+        pairs = zip(peers, answers, strict=False)
+        donors = [peer for peer, answer in pairs if _pinned_state(answer) == found.pinned_state]
+        taker = StateTaker(self._transport, found.pinned_state)
+        try:
+            taken = await taker.take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
+        finally:
+            self.blamed.update(taker.blamed)
+        self.state.restore(taken)
+        self._finished.clear()
+        self.ledger.reconcile(self.state.descends_from)
+        self._pin()
 
     async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
         """Fetches the commits that this member has not applied, from the first that answers."""
@@ -551,6 +560,10 @@ def _read(payload: Any, kind: Any) -> Any:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+def _pinned_state(answer: Any) -> str:
+    return answer.pinned_state if isinstance(answer, JoinReply) else ""
 
 
 def _replies(answers: Sequence[Any]) -> list[JoinReply]:
