@@ -1,5 +1,6 @@
 """A run that peers train together, join and leave at any moment: committed states, rounds, commits, forks."""
 
+from shoal.swarm.blocking import BlockingSwarmRun, finder
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.optimizers import CommittedAdam, CommittedOptimizer, CommittedSGD, optimizer_named
 from shoal.swarm.round import SwarmSettings
@@ -8,6 +9,7 @@ from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import Commit, SwarmMember
 
 __all__ = [
+    "BlockingSwarmRun",
     "Commit",
     "CommittedAdam",
     "CommittedOptimizer",
@@ -17,5 +19,6 @@ __all__ = [
     "SwarmMember",
     "SwarmRun",
     "SwarmSettings",
+    "finder",
     "optimizer_named",
 ]
