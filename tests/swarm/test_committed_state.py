@@ -44,6 +44,7 @@ def test_the_same_bits_with_and_without_vector_units():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_close_to_torchs_own():
     makers = {
         "sgd": lambda p: torch.optim.SGD(p, 0.01),

@@ -60,14 +60,8 @@ def test_a_minority_commits_nothing_and_the_majority_goes_on():
     virtual(main())
 
 
-@pytest.mark.parametrize(
-    "islands",
-    [
-        ([0, 1, 2], [3, 4]),
-        pytest.param(([0, 1], [2, 3]), marks=pytest.mark.slow),
-        pytest.param(([0, 1], [2, 3], [4, 5]), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("islands", [([0, 1, 2], [3, 4]), ([0, 1], [2, 3]), ([0, 1], [2, 3], [4, 5])])
 def test_islands_fork_and_become_one_when_they_meet(islands):
     async def main():
         async with World() as world:
@@ -105,5 +99,26 @@ def test_one_that_is_left_alone_goes_on():
             assert world.runs[4].state.num_steps > steps + 10
             assert len(world.runs[4].members) == 1
             world.check()
+
+    virtual(main())
+
+
+def test_a_pair_that_was_cut_becomes_one_again():
+    """Of two, the first of the order goes on alone; the other forks, and ends when they meet."""
+
+    async def main():
+        async with World(minority_after_s=5.0, target_samples=5) as world:
+            await start_findable(world, 2)
+            cut(world, [0], [1])
+            await train(world, 30, 2.0)
+            assert world.runs[0].state.fork != world.runs[1].state.fork
+            heal(world)
+            await world.wait(lambda: all(len(run.members) == 2 for run in world.runs.values()), 300)
+            await train(world, 3)
+            await asyncio.sleep(3)
+            assert world.runs[0].state.fingerprint() == world.runs[1].state.fingerprint()
+            assert sum(run.ledger.num_lost for run in world.runs.values()) > 0
+            world.check()
+            world.check_samples()
 
     virtual(main())

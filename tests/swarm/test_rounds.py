@@ -5,9 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from shoal.core import Deadline
+from shoal.core import Deadline, PeerRefused
 from shoal.swarm import CommittedState, SwarmSettings
-from shoal.swarm.wire import ABORT
+from shoal.swarm.wire import ABORT, FOLLOW, FollowRequest
 from shoal.tensors import Float16, Int8, TopK
 from swarm.swarms import World, gradient, virtual
 
@@ -251,5 +251,52 @@ def test_commits_that_only_change_members_are_aborts():
             await world.runs[2].leave(Deadline.after(20))
             await world.wait(lambda: len(run.members) == 2)
             assert run.state.num_steps == 0
+
+    virtual(main())
+
+
+def test_a_member_speaks_for_itself_alone():
+    async def main():
+        async with World() as world:
+            await world.start_all(3)
+            coordinator = next(run for run in world.runs.values() if run.members[0] == run.context.me)
+            liar, victim = (run for run in world.runs.values() if run is not coordinator)
+            state = liar.state
+            vote = FollowRequest(state.fork, state.round, state.name, victim.context.me, 0, is_leaving=True)
+            with pytest.raises(PeerRefused):
+                await liar._transport.call(
+                    coordinator.context.me.peer, FOLLOW, vote, deadline=Deadline.after(5)
+                )  # by hand: a run never does so
+            await asyncio.sleep(3)
+            assert victim.is_member
+
+    virtual(main())
+
+
+def test_the_same_value_is_voted_for_again_under_a_higher_ballot():
+    """Who accepted a value under ballot 0 must hear of it under ballot 1, or that has no quorum."""
+
+    async def main():
+        async with World() as world:
+            await world.start_all(3)
+            first, second, third = (int(member.host[1:]) for member in world.runs[0].members)
+            voted = []
+
+            def fault(message, sender, method):
+                # votes under ballot 0 reach nobody, and then the coordinator is dead
+                run = world.runs[sender]
+                if run.round.acceptor.accepted_ballot == 0 and method == FOLLOW and run.round.ballot == 0:
+                    voted.append(sender)
+                    world.kill(first)
+                return
+
+            world.fault = fault
+            for number, run in world.runs.items():
+                run.add(gradient(number), 5)
+            survivors = [world.runs[second], world.runs[third]]
+            await world.wait(lambda: all(run.state.num_steps == 1 for run in survivors))
+            assert voted
+            assert survivors[0].state.fingerprint() == survivors[1].state.fingerprint()
+            world.check()
 
     virtual(main())

@@ -411,14 +411,14 @@ class SwarmRound:
         is_leading = request.ballot == self.ballot and ballot_owner(self.members, self.ballot) == self.me
         tally = self._tallies.get(request.ballot)
         proposal = tally.proposal if tally else None
-        knows = proposal is not None and request.accepted_digest == proposal.digest
+        has_voted = request.accepted_ballot == request.ballot  # not: under a lower one
         return RoundStatus(
             version=self._version,
             ballot=self.acceptor.promised,
             stage=self.stage if is_leading else GATHER,
             plan=None if request.has_plan else self.plan,
             lost=tuple(self.reduction.lost) if self.reduction and is_leading else (),
-            proposal=None if knows else proposal,
+            proposal=None if has_voted else proposal,
             num_accepted=tally.num_votes if tally else 0,
             decision=self.decision,
             has_quorum=self._present_quorum(),

@@ -175,7 +175,7 @@ class SwarmRun:
         }
         self._serve = serve
         for method, handler in serve.items():
-            transport.handle(method, _answering(handler), payload_type=_REQUESTS[method])
+            transport.handle(method, self._answering(handler), payload_type=_REQUESTS[method])
 
     # --- for the user ---
 
@@ -357,6 +357,7 @@ class SwarmRun:
                 await self._come_closer(found)
             if not self.is_member:
                 await self._changed.wait(_JOIN_TICK_S)
+        self.ledger.reconcile(self.state.descends_from)
 
     def _found(self) -> None:
         """Begins a run with this member alone."""
@@ -406,16 +407,22 @@ class SwarmRun:
         """Takes the pinned state from up to eight that hold it, leaf by leaf, and holds it for others."""
         calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers[:MAX_ASKED]]
         answers = await fanout(calls, Deadline.after(2 * _ASK_S))
+        names = [
+            reply.pinned_state
+            for reply in _replies(answers)
+            if reply.fork == found.fork and reply.pinned_state
+        ]
+        # what most of them hold: one that lies about the state's name is in the minority
+        name = max(dict.fromkeys(names), key=names.count, default=found.pinned_state)
         pairs = zip(peers, answers, strict=False)
-        donors = [peer for peer, answer in pairs if _pinned_state(answer) == found.pinned_state]
-        taker = StateTaker(self._transport, found.pinned_state)
+        donors = [peer for peer, answer in pairs if _pinned_state(answer) == name]
+        taker = StateTaker(self._transport, name)
         try:
             taken = await taker.take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
         finally:
             self.blamed.update(taker.blamed)
         self.state.restore(taken)
         self._finished.clear()
-        self.ledger.reconcile(self.state.descends_from)
         self._pin()
 
     async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
@@ -462,6 +469,24 @@ class SwarmRun:
         return _read(reply.payload, _REPLIES[method])
 
     # --- answers ---
+
+    def _answering(self, handler: Callable[[Any, Sequence[memoryview]], Awaitable[Any]]) -> Any:
+        async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
+            self._check_sender(head)
+            answer = await handler(head.payload, buffers)
+            return answer if isinstance(answer, Reply) else Reply(answer)
+
+        return serve
+
+    def _check_sender(self, head: Head) -> None:
+        """PeerRefused for a message in another's name: members speak for themselves."""
+        message = head.payload
+        claimed = getattr(message, "member", None)
+        round_ = self.round
+        if isinstance(message, PartMessage) and round_ is not None and round_.number == message.round:
+            claimed = next(iter(round_.members[message.contributor :][:1]), None)
+        if claimed is not None and head.peer.id is not None and head.peer.id.digest != claimed.id_bytes:
+            raise PeerRefused("A member speaks for itself alone.")
 
     async def _round_of(self, fork: bytes, number: int) -> SwarmRound:
         """Gives the round that a message is about; PeerBusy when this member is not there soon."""
@@ -545,14 +570,6 @@ class SwarmRun:
         if not self.is_member:
             raise PeerRefused("This peer is no member of a run.")
         return self._forks.serve_meet(request, self.members, asyncio.get_running_loop().time())
-
-
-def _answering(handler: Callable[[Any, Sequence[memoryview]], Awaitable[Any]]) -> Any:
-    async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
-        answer = await handler(head.payload, buffers)
-        return answer if isinstance(answer, Reply) else Reply(answer)
-
-    return serve
 
 
 def _read(payload: Any, kind: Any) -> Any:
