@@ -58,9 +58,9 @@ class World:
     async def __aexit__(self, *error):
         await self._stack.aclose()
 
-    async def start(self, number, contacts=None, find=None, **options):
+    async def start(self, number, contacts=None, find=None, identity=None, **options):
         host = f"p{number}"
-        transport = CountedTransport(self, number, self.network.host(host), peer_id(number))
+        transport = CountedTransport(self, number, self.network.host(host), peer_id(identity or number))
         await self._stack.enter_async_context(transport)
         address = await transport.listen(Address(host, 0))
         if contacts is None:

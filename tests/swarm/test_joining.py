@@ -157,3 +157,19 @@ def test_another_model_cannot_join():
             assert torch.count_nonzero(joiner.state.parameters) == 0
 
     virtual(main())
+
+
+def test_a_peer_that_starts_anew_replaces_the_member_it_was():
+    async def main():
+        async with World(target_samples=1000, minority_after_s=1000) as world:
+            await world.start_all(3)
+            old = world.runs[2].context.me
+            world.kill(2)
+            again = await world.start(12, identity=2, may_found=False)
+            await world.wait(lambda: again.is_member)
+            for run in world.alive().values():
+                assert old not in run.members
+                assert len({member.id_bytes for member in run.members}) == len(run.members)
+            world.check()
+
+    virtual(main())

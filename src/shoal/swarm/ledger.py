@@ -10,6 +10,7 @@ them than others, so the mean is taken element by element.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from shoal.core import UsageError
 from shoal.swarm.state import credited_samples, places_in
 from shoal.swarm.wire import STEP, Commit
 from shoal.tensors import Codec, Encoded, decode
+
+_MAX_CREDITS = 4096
 
 
 @dataclass
@@ -47,8 +50,8 @@ class SampleLedger:
         self.num_committed = 0
         self.lost: list[tuple[str, int]] = []
         """Samples whose fate is unknown or that a fork took along, with the reason."""
-        self._credits: list[tuple[bytes, int, int]] = []
-        """How many samples went in under which fork and round."""
+        self._credits: deque[tuple[bytes, int, int]] = deque(maxlen=_MAX_CREDITS)
+        """How many samples went in under which fork and round, lately: what is older no fork takes back."""
         self._codec = codec
         self._sum = torch.zeros(num_elements)
         self._base = 0
@@ -163,7 +166,8 @@ class SampleLedger:
         if lost:
             self.lost.append(("the fork that they were committed in has ended", lost))
             self.num_committed -= lost
-            self._credits = [credit for credit in self._credits if is_in_history(credit[0], credit[1])]
+            kept = [credit for credit in self._credits if is_in_history(credit[0], credit[1])]
+            self._credits = deque(kept, maxlen=_MAX_CREDITS)
 
     def _take_back(
         self, frozen: FrozenContribution, missing: Sequence[tuple[int, int]], credited: int

@@ -200,7 +200,6 @@ class SwarmRound:
     async def play(self, scope: Scope) -> Commit | None:
         """Takes part until there is a decision; None when there was no quorum for too long."""
         self._scope = scope
-        patience = self._context.settings.patience
         while self.decision is None and not self.acceptor.is_closed:
             owner = ballot_owner(self.members, self.ballot)
             if owner == self.me:
@@ -208,10 +207,14 @@ class SwarmRound:
             else:
                 await self._follow(self.ballot, owner)
             if self.decision is None:
-                if self._now() - self._quorum_s > self._context.settings.minority_after_s * patience:
+                if self._is_without_quorum():
                     return None
                 self.ballot = max(self.ballot, self.acceptor.promised)
         return self.decision
+
+    def _is_without_quorum(self) -> bool:
+        settings = self._context.settings
+        return self._now() - self._quorum_s > settings.minority_after_s * settings.patience
 
     def decide(self, commit: Commit) -> None:
         """Learns the round's commit."""
@@ -243,7 +246,7 @@ class SwarmRound:
         """Follows a ballot until there is a decision or a reason to go on to a higher one."""
         self.acceptor.promise(ballot)
         heard_s, seen = self._now(), -1
-        while self.decision is None and self.acceptor.promised <= ballot:
+        while self.decision is None and self.acceptor.promised <= ballot and not self._is_without_quorum():
             left_s = heard_s + self._silence_s(ballot) - self._now()
             wanted = self._wanted_ballot()
             if left_s <= 0 or wanted is not None:
@@ -377,6 +380,8 @@ class SwarmRound:
             return RoundStatus(problem="not a member")
         if request.state != self.state:
             return RoundStatus(problem="another state")
+        if ballot_owner(self.members, request.ballot) != self.me:
+            return RoundStatus(problem="another member's ballot")
         place = self.members.index(request.member)
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
@@ -398,13 +403,12 @@ class SwarmRound:
         follower.samples, follower.is_ready = request.samples, request.is_ready
         follower.is_leaving = request.is_leaving
         ballot = request.ballot
-        if ballot_owner(self.members, ballot) == self.me:
-            tally = self._tally(ballot)
-            tally.add_promise(place, request.accepted_ballot, request.accepted)
-            if request.accepted_ballot == ballot:
-                tally.add_vote(place, request.accepted_digest)
-            if ballot > self.ballot:
-                self._wanted_s.setdefault(ballot, self._now())
+        tally = self._tally(ballot)
+        tally.add_promise(place, request.accepted_ballot, request.accepted)
+        if request.accepted_ballot == ballot:
+            tally.add_vote(place, request.accepted_digest)
+        if ballot > self.ballot:
+            self._wanted_s.setdefault(ballot, self._now())
         self._changed.fire()
 
     def _status(self, request: FollowRequest) -> RoundStatus:
@@ -659,7 +663,9 @@ class SwarmRound:
     def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
         context, now_s = self._context, self._now()
         kept = [m for place, m in enumerate(self.members) if not self._is_dropped(place, now_s)]
-        kept += self._admissible(now_s)[: max(len(kept), 1)]
+        added = self._admissible(now_s)[: max(len(kept), 1)]
+        started_anew = [member.id_bytes for member in added]  # a peer is listed once
+        kept = [member for member in kept if member.id_bytes not in started_anew] + added
         winner: bytes = b""
         winner_members: tuple[SwarmMember, ...] = ()
         if context.end is not None and kind == ABORT:
@@ -697,11 +703,12 @@ class SwarmRound:
 
     def _admissible(self, now_s: float) -> list[SwarmMember]:
         """Lists those who want to join and are at most one commit behind."""
-        return [
-            member
-            for member, (heard_s, number) in sorted(self._context.joiners.items())
+        latest = {
+            member.id_bytes: member
+            for member, (heard_s, number) in sorted(self._context.joiners.items(), key=lambda one: one[1][0])
             if member not in self.members and number >= self.number - 1 and now_s - heard_s < 2 * SILENCE_S
-        ]
+        }
+        return sorted(latest.values())
 
     async def _call(
         self, place: int, method: str, payload: Any, buffers: Sequence[Any], wait_s: float

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import logging
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -76,6 +77,7 @@ NUM_KEPT = 2
 """Rounds whose commits and parts a member keeps for those who are behind."""
 NUM_SINCE_PIN = 8
 """Rounds that a member keeps after the state that it has pinned for joiners."""
+MAX_HISTORY = 4096
 MAX_DONORS = 8
 MAX_ASKED = 32
 MEET_S = 10.0
@@ -137,8 +139,9 @@ class SwarmRun:
         self.settings = settings or SwarmSettings()
         self.members: tuple[SwarmMember, ...] = ()
         self.round: SwarmRound | None = None
-        self.history: list[tuple[bytes, int, bytes]] = []
-        """Fork, round and the state's name after it, of every commit that this member has applied."""
+        self.history: deque[tuple[bytes, int, bytes]] = deque(maxlen=MAX_HISTORY)
+        """Fork, round and the state's name after it, of the latest commits that this member has applied."""
+        self.num_commits = 0
         self.blamed: dict[Peer, str] = {}
         """Donors that sent wrong bytes while this member joined."""
         self.has_left = False
@@ -152,6 +155,7 @@ class SwarmRun:
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
         self._pinned: tuple[int, str] | None = None
+        self._taker: tuple[str, StateTaker] | None = None
         self._changed = Broadcast()
         codec = codec or Plain()
         self.context = MemberContext(
@@ -201,8 +205,8 @@ class SwarmRun:
 
     async def next_commit(self, deadline: Deadline | None = None) -> int:
         """Waits for the next commit; gives the round that comes then."""
-        known = len(self.history)
-        while len(self.history) == known and not self.has_left:
+        known = self.num_commits
+        while self.num_commits == known and not self.has_left:
             if deadline is not None:
                 deadline.check("waiting for a commit")
             await self._changed.wait(None if deadline is None else deadline.remaining_s)
@@ -292,6 +296,7 @@ class SwarmRun:
         self.state.apply(commit, average)
         self.ledger.settle(commit, place)
         self.history.append((commit.fork, commit.round, self.state.name))
+        self.num_commits += 1
         self._finished[commit.round] = _Finished(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
         if commit.should_pin:
@@ -348,7 +353,7 @@ class SwarmRun:
         while not self.is_member:
             found = await self._look_around()
             if found is None:
-                if self._may_found and not self.history:
+                if self._may_found and not self.num_commits:
                     self._found()
                     return
                 await asyncio.sleep(_JOIN_TICK_S)
@@ -416,11 +421,14 @@ class SwarmRun:
         name = max(dict.fromkeys(names), key=names.count, default=found.pinned_state)
         pairs = zip(peers, answers, strict=False)
         donors = [peer for peer, answer in pairs if _pinned_state(answer) == name]
-        taker = StateTaker(self._transport, name)
+        taker = self._taker
+        if taker is None or taker[0] != name:  # what has come stays, whoever gave it
+            taker = self._taker = (name, StateTaker(self._transport, name))
         try:
-            taken = await taker.take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
+            taken = await taker[1].take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
         finally:
-            self.blamed.update(taker.blamed)
+            self.blamed.update(taker[1].blamed)
+        self._taker = None
         self.state.restore(taken)
         self._finished.clear()
         self._pin()
