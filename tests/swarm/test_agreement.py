@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core import ShoalError
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
-from shoal.swarm.plan import ballot_owner, next_order
+from shoal.swarm.membership import ballot_owner, next_order
 from shoal.swarm.wire import ABORT, Commit, SwarmMember
 
 

@@ -2,8 +2,8 @@
 
 from shoal.swarm.blocking import BlockingSwarmRun, finder
 from shoal.swarm.ledger import SampleLedger
+from shoal.swarm.membership import SwarmSettings
 from shoal.swarm.optimizers import CommittedAdam, CommittedOptimizer, CommittedSGD, optimizer_named
-from shoal.swarm.round import SwarmSettings
 from shoal.swarm.run import SwarmRun
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import Commit, SwarmMember

@@ -19,8 +19,8 @@ import torch
 
 from shoal.core import Address, Deadline, Peer, PeerId, ShoalError, UsageError
 from shoal.dht import DHT, Swarm, announce, present
+from shoal.swarm.membership import SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer
-from shoal.swarm.round import SwarmSettings
 from shoal.swarm.run import SwarmRun
 from shoal.tensors import Codec
 

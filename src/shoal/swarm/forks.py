@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from shoal.core import Deadline, Peer, ShoalError, fanout
-from shoal.swarm.round import MemberContext, SwarmRound
+from shoal.swarm.membership import MemberContext
+from shoal.swarm.round import SwarmRound
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import FORK, MEET, ForkRequest, MeetReply, MeetRequest, SwarmMember
 

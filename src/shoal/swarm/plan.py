@@ -1,4 +1,4 @@
-"""Who averages which part of a round, and the order in which members coordinate. Pure functions.
+"""Who averages which part of a round: the plan, by pure functions.
 
 Shares come from bandwidths by water-filling. With n contributors a reducer of share s sends (1 − s) of its
 own values away and n − 1 copies of its average: 1 + (n − 2)·s of the whole. All finish together at time T if
@@ -9,15 +9,12 @@ solve the same as a linear program.)
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 from shoal.swarm.wire import Registration, RoundPlan, SwarmMember
 
 SMALLEST_PART_BYTES = 16 << 10
 LARGEST_PART_BYTES = 1 << 20
-MAX_TENURE = 20
-"""Rounds for which the same member coordinates."""
 _ALIGNMENT = 16  # elements: float32 parts begin on 64-byte boundaries
 
 
@@ -100,32 +97,3 @@ def _backup(owner: int, part: int, reducers: Sequence[int]) -> int:
     """Spreads a lost reducer's parts over all others."""
     others = [place for place in reducers if place != owner]
     return others[(owner + part) % len(others)] if others else -1
-
-
-def next_order(
-    state: bytes, members: Sequence[SwarmMember], coordinator: SwarmMember, tenure: int
-) -> tuple[tuple[SwarmMember, ...], int]:
-    """Gives the next round's list in order, and for how many rounds its first member has coordinated.
-
-    The coordinator stays for up to 20 rounds while it is listed; the rest, and its successor, come by a hash
-    that nobody chooses. Who cannot be reached stands at the end.
-    """
-
-    def rank(member: SwarmMember) -> tuple[bool, bytes]:
-        fact = state + member.id_bytes + member.start_number.to_bytes(8, "big")
-        return not member.is_reachable, hashlib.sha256(fact).digest()
-
-    ordered = sorted(members, key=rank)
-    stays = coordinator in ordered and coordinator.is_reachable and tenure < MAX_TENURE
-    if stays:
-        ordered.remove(coordinator)
-        ordered.insert(0, coordinator)
-    elif len(ordered) > 1 and ordered[0] == coordinator and ordered[1].is_reachable:
-        ordered[0], ordered[1] = ordered[1], ordered[0]
-    return tuple(ordered), tenure + 1 if stays else 1
-
-
-def ballot_owner(members: Sequence[SwarmMember], ballot: int) -> int:
-    """Gives the place of the member to whom a ballot belongs: those who can be reached take turns."""
-    num_reachable = sum(member.is_reachable for member in members) or len(members)
-    return ballot % num_reachable

@@ -20,18 +20,15 @@ proposes an abort, which is a commit too.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from shoal.core import AdaptiveDeadline, Deadline, LimitExceeded, Scope, fanout
-from shoal.core.limits import FailureBackoff
+from shoal.core import Deadline, LimitExceeded, Scope, fanout
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
-from shoal.swarm.ledger import FrozenContribution, SampleLedger
-from shoal.swarm.plan import ballot_owner, make_plan, next_order
+from shoal.swarm.ledger import FrozenContribution
+from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order
+from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import HeldPart, Reduction, fetch_parts, results
 from shoal.swarm.wire import (
     ABORT,
@@ -51,7 +48,6 @@ from shoal.swarm.wire import (
     RoundStatus,
     SwarmMember,
 )
-from shoal.tensors import Codec
 from shoal.transport import Reply
 
 BEAT_S = 0.3
@@ -59,78 +55,12 @@ BEAT_S = 0.3
 SILENCE_S = 1.0
 """After so long without an answer the next ballot's owner is asked; doubled with every ballot of a round."""
 LONGEST_SILENCE_S = 8.0
-DROP_S = 5.0
-"""A commit drops a member that was silent for so long."""
-CLOSED_S = 1.0
-"""A commit drops a member whose connection closed, and that has not come back for so long."""
 ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
 _RETRY_S = 0.1
 _TICK_S = 0.25
 _LONGEST_REGISTER_S = 15.0
 _SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
-
-
-class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all members of a run agree on, and what each may choose for itself."""
-
-    target_samples: int = 0
-    """A round begins when all members together have so many samples; 0: when the members say they are ready.
-    """
-    min_peers: int = 1
-    """No round begins with fewer members."""
-    patience: float = 1.0
-    """Every time-out is this many times as long."""
-    minority_after_s: float = 120.0
-    """Members that have been without a quorum for so long go on as a fork of their own."""
-    bandwidth: float = 1.0
-    """This member's line, in any unit that all members share."""
-    bytes_per_element: float = 4.0
-    """What the codec makes of a value."""
-
-
-@dataclass
-class MemberPresence:
-    """When a member was last heard, and when its connection closed, if it has."""
-
-    heard_s: float
-    closed_s: float | None = None
-
-    def is_gone(self, now_s: float, patience: float) -> bool:
-        """Tells whether a commit should drop it."""
-        has_closed = self.closed_s is not None and now_s - self.closed_s > CLOSED_S * patience
-        return has_closed or now_s - self.heard_s > DROP_S * patience
-
-
-@dataclass
-class MemberContext:
-    """What a member's rounds share."""
-
-    me: SwarmMember
-    settings: SwarmSettings
-    ledger: SampleLedger
-    codec: Codec
-    call: Callable[[SwarmMember, str, Any, Sequence[Any], float], Awaitable[Reply]]
-    random: random.Random
-    presence: dict[SwarmMember, MemberPresence] = field(default_factory=dict)
-    joiners: dict[SwarmMember, tuple[float, int]] = field(default_factory=dict)
-    """Who wants to be listed: when it last said so, and the round that it could take part in."""
-    wants_pin: bool = False
-    is_ready: bool = False
-    is_leaving: bool = False
-    not_before_s: float = 0.0
-    """No round begins before this: the latest one came to nothing."""
-    end: tuple[bytes, tuple[SwarmMember, ...]] | None = None
-    """The fork in whose favour this one ends with its next commit."""
-    changed: Broadcast = field(default_factory=Broadcast)
-    """Fires when one of these has changed."""
-    backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(15.0, 600.0))
-    arrivals: AdaptiveDeadline = field(
-        default_factory=lambda: AdaptiveDeadline(initial_s=5.0, floor_s=0.5, k=4.0)
-    )
-    durations: AdaptiveDeadline = field(
-        default_factory=lambda: AdaptiveDeadline(initial_s=30.0, floor_s=1.0, k=4.0)
-    )
 
 
 @dataclass

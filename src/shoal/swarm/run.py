@@ -38,9 +38,10 @@ from shoal.core import (
 )
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.ledger import SampleLedger
+from shoal.swarm.membership import MemberContext, SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
 from shoal.swarm.reduction import HeldPart, assemble, fetch_parts
-from shoal.swarm.round import MemberContext, SwarmRound, SwarmSettings
+from shoal.swarm.round import SwarmRound
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import (
     COMMITS,
