@@ -123,7 +123,7 @@ class ForkKeeper:
                     reply = await self._ask_other(reply.members[0].peer)
             except ShoalError:
                 continue
-            is_free = asyncio.get_running_loop().time() - self._agreed_end_s > _AGREED_S
+            is_free = self._context.now_s() - self._agreed_end_s > _AGREED_S
             if reply is not None and reply.agrees and is_free:
                 self._context.end = (reply.fork, reply.members)
                 self._context.changed.fire()

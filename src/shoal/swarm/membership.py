@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +18,7 @@ from shoal.swarm.wire import Broadcast, SwarmMember
 from shoal.tensors import Codec
 from shoal.transport import Reply
 
+_WATCH_S = 0.1
 MAX_TENURE = 20
 """Rounds for which the same member coordinates."""
 DROP_S = 5.0
@@ -76,6 +78,8 @@ class MemberContext:
     """No round begins before this: the latest one came to nothing."""
     end: tuple[bytes, tuple[SwarmMember, ...]] | None = None
     """The fork in whose favour this one ends with its next commit."""
+    stalled_s: float = 0.0
+    """For how long this member's own loop has been held up so far: others are not silent meanwhile."""
     changed: Broadcast = field(default_factory=Broadcast)
     """Fires when one of these has changed."""
     backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(15.0, 600.0))
@@ -85,6 +89,20 @@ class MemberContext:
     durations: AdaptiveDeadline = field(
         default_factory=lambda: AdaptiveDeadline(initial_s=30.0, floor_s=1.0, k=4.0)
     )
+
+    def now_s(self) -> float:
+        """Tells the time by which silence is judged: it stands still while this member itself is held up."""
+        return asyncio.get_running_loop().time() - self.stalled_s
+
+    async def watch_stalls(self) -> None:
+        """Notes how long the loop is held up, by computing or by a busy machine; ends when cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(_WATCH_S)
+            late_s = loop.time() - before_s - _WATCH_S
+            if late_s > _WATCH_S:
+                self.stalled_s += late_s
 
 
 def next_order(

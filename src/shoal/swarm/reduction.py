@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,10 @@ from shoal.swarm.wire import (
     to_bitmap,
 )
 from shoal.tensors import BFloat16, Codec, Encoded, EncodedMeta, Float16, Int8, Plain, decode
+from shoal.tensors.codecs.base import is_finite
 from shoal.transport import Reply
 
-Call = Callable[[int, str, Any, Sequence[Any], float], Awaitable[Reply]]
+Call = Callable[[int, str, Any, Sequence[Any], float], Coroutine[Any, Any, Reply]]
 """Calls the member at a place of the round's list: method, payload, buffers, seconds to wait."""
 
 _NUM_IN_FLIGHT = 8
@@ -91,14 +92,17 @@ def average(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
 class Reduction:
     """One member's part in the averaging of one plan."""
 
-    def __init__(self, plan: RoundPlan, me: int, fork: bytes, number: int, codec: Codec) -> None:
+    def __init__(
+        self, plan: RoundPlan, me: int, where: tuple[bytes, int], codec: Codec, now_s: Callable[[], float]
+    ) -> None:
         self.plan = plan
         self.held: dict[tuple[int, bytes], HeldPart] = {}
         """The averages that this member has, by part and hash."""
         self.lost: dict[int, None] = {}
         """The places of reducers that the coordinator has named lost."""
         self._me = me
-        self._where = (fork, number)
+        self._where = where
+        self._now_s = now_s
         # the average of sparse values is not sparse: it travels as it is
         self._codec = codec if isinstance(codec, Float16 | BFloat16 | Int8) else Plain()
         self._inbox: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
@@ -120,12 +124,12 @@ class Reduction:
         if not is_mine or message.attempt not in (1, 2) or contributor not in plan.contributors:
             raise PeerRefused("This member does not reduce that part for that contributor.")
         inbox = self._inbox.setdefault(key, {})
-        self._arrivals_s.setdefault(contributor, []).append(asyncio.get_running_loop().time())
+        self._arrivals_s.setdefault(contributor, []).append(self._now_s())
         if contributor in inbox or key in self._published:
             return  # it came twice, or too late
         size = plan.size(message.part)
         tensor = decode(Encoded(message.meta, list(map(bytes, buffers))), 4 * size)
-        if tensor.numel() != size or tensor.dtype != torch.float32 or not bool(torch.isfinite(tensor).all()):
+        if tensor.numel() != size or tensor.dtype != torch.float32 or not is_finite(tensor):
             self._refused.setdefault(key, {})[contributor] = None
             self._changed.fire()
             raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
@@ -134,12 +138,11 @@ class Reduction:
 
     async def reduce(self) -> None:
         """Averages the parts that are this member's as they become complete; ends when cancelled."""
-        loop = asyncio.get_running_loop()
-        self._began_s[1] = loop.time()
+        self._began_s[1] = self._now_s()
         while True:
             for part in range(self.plan.num_parts):
                 for attempt in (1, 2):
-                    self._reduce_if_due(part, attempt, loop.time())
+                    self._reduce_if_due(part, attempt, self._now_s())
             await self._changed.wait(_RETRY_S)
 
     def _reduce_if_due(self, part: int, attempt: int, now_s: float) -> None:
@@ -234,32 +237,44 @@ class Reduction:
         return [None if isinstance(part, Exception) else part for part in found]
 
     async def _take(self, call: Call, part: int, give_up_s: float | None) -> tuple[int, HeldPart] | None:
-        loop = asyncio.get_running_loop()
-        heard_s, attempt = loop.time(), 0
+        heard_s, attempt = self._now_s(), 0
         while True:
             if part in self._taken:
                 return self._taken[part]
             if attempt != (2 if self.plan.reducers[part] in self.lost else 1):
-                attempt, heard_s = attempt + 1, loop.time()
+                attempt, heard_s = attempt + 1, self._now_s()
             place = self.plan.reducer(part, attempt)
             if place < 0 or place in self.lost:
                 return None
             try:
-                reply = await call(place, TAKE, TakeRequest(*self._where, part, attempt), (), _PART_S)
-                held = read_part(reply)
+                request = TakeRequest(*self._where, part, attempt)
+                taking = self._until_lost(place, call(place, TAKE, request, (), _PART_S))
+                held = read_part(await taking)
                 if held is not None:
                     self.held[part, held.digest] = held
                     self._taken[part] = attempt, held
                     return attempt, held
-                heard_s = loop.time()
+                heard_s = self._now_s()
             except PeerRefused:
                 return None
             except ShoalError as error:
                 # who says that it is busy is there, and may still have to learn of the plan
                 limit_s = None if give_up_s is None else give_up_s * (3 if isinstance(error, PeerBusy) else 1)
-                if limit_s is not None and loop.time() - heard_s > limit_s:
+                if limit_s is not None and self._now_s() - heard_s > limit_s:
                     self.name_lost([place])
                 await asyncio.sleep(_RETRY_S)
+
+    async def _until_lost(self, place: int, calling: Coroutine[Any, Any, Reply]) -> Reply:
+        """Waits for a reducer's answer, but no longer than until it is named lost."""
+
+        async def watch() -> None:
+            while place not in self.lost:
+                await self._changed.wait(_PART_S)
+
+        answer, _ = await fanout([calling, watch()], Deadline.never(), is_enough=bool)
+        if isinstance(answer, Reply):
+            return answer
+        raise answer if isinstance(answer, Exception) else PeerBusy("The reducer is lost.")
 
     def name_lost(self, places: Sequence[int]) -> None:
         """Has the parts of these reducers sent to their backups."""

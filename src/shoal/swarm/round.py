@@ -107,8 +107,7 @@ class SwarmRound:
         self._changed = Broadcast()
         self._version = 0
         self._scope: Scope | None = None
-        self._loop = asyncio.get_running_loop()
-        self._began_s = self._quorum_s = self._loop.time()
+        self._quorum_s = context.now_s()
 
     # --- what others may know ---
 
@@ -123,7 +122,7 @@ class SwarmRound:
         return self.members[ballot_owner(self.members, self.ballot)]
 
     def _now(self) -> float:
-        return self._loop.time()
+        return self._context.now_s()
 
     # --- living through it ---
 
@@ -280,7 +279,9 @@ class SwarmRound:
         if self.plan is not None or self._scope is None:
             return
         self.plan = plan
-        self.reduction = Reduction(plan, self.me, self.fork, self.number, self._context.codec)
+        self.reduction = Reduction(
+            plan, self.me, (self.fork, self.number), self._context.codec, self._context.now_s
+        )
         self.reduction.held = self.held
         self._scope.start_soon(self.reduction.reduce(), name="reduce")
         if self._frozen is not None and self.me in plan.contributors:
@@ -445,7 +446,7 @@ class SwarmRound:
         present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
         return is_quorum(len(self.members), present)
 
-    def _is_present(self, place: int, now_s: float) -> bool:
+    def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
         """Whether a member has been heard lately: who is not is not waited for."""
         if place == self.me:
             return True
@@ -453,7 +454,7 @@ class SwarmRound:
         limit_s = SILENCE_S * self._context.settings.patience
         if presence is None or place not in self._followers:
             return False
-        return presence.closed_s is None and now_s - presence.heard_s < limit_s + BEAT_S
+        return presence.closed_s is None and now_s - presence.heard_s < factor * limit_s + BEAT_S
 
     async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
         """Makes the commit that a free ballot proposes; None where the ballot is over."""
@@ -585,6 +586,10 @@ class SwarmRound:
         """Passes on which reducers are lost; ends when the ballot is over."""
         num_lost = 0
         while not self._is_over(ballot, began_s):
+            used = dict.fromkeys([*reduction.plan.reducers, *reduction.plan.backups])
+            silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
+            if any(place not in reduction.lost for place in silent):
+                reduction.name_lost(silent)
             if len(reduction.lost) != num_lost:
                 num_lost = len(reduction.lost)
                 self._tell()

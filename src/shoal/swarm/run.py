@@ -224,6 +224,7 @@ class SwarmRun:
     async def __aenter__(self) -> Self:
         scope = await self._standing.open()
         scope.start(self._drive(), name="rounds")
+        scope.start_soon(self.context.watch_stalls(), name="watch stalls")
         if self._find is not None:
             scope.start_soon(self._meet(), name="meet other forks")
         return self
@@ -552,7 +553,7 @@ class SwarmRun:
             raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
         if request.member is not None and request.fork == self.state.fork:
             if request.round >= 0:
-                now_s = asyncio.get_running_loop().time()
+                now_s = self.context.now_s()
                 self.context.joiners[request.member] = (now_s, request.round)
             elif self._pinned is None:
                 self.context.wants_pin = True
@@ -573,12 +574,12 @@ class SwarmRun:
     async def _serve_fork(self, request: ForkRequest, buffers: Sequence[memoryview]) -> bool:
         if self.round is None or not self.is_member:
             return False
-        return self._forks.serve_fork(request, self.round, asyncio.get_running_loop().time())
+        return self._forks.serve_fork(request, self.round, self.context.now_s())
 
     async def _serve_meet(self, request: MeetRequest, buffers: Sequence[memoryview]) -> MeetReply:
         if not self.is_member:
             raise PeerRefused("This peer is no member of a run.")
-        return self._forks.serve_meet(request, self.members, asyncio.get_running_loop().time())
+        return self._forks.serve_meet(request, self.members, self.context.now_s())
 
 
 def _read(payload: Any, kind: Any) -> Any:
