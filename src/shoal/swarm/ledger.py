@@ -20,7 +20,7 @@ import torch
 from shoal.core import UsageError
 from shoal.swarm.state import credited_samples, places_in
 from shoal.swarm.wire import STEP, Commit
-from shoal.tensors import Codec, Encoded, decode
+from shoal.tensors import Codec, Encoded, Plain, decode
 
 _MAX_CREDITS = 4096
 
@@ -116,9 +116,8 @@ class SampleLedger:
             if self._residual is not None:
                 due = due + self._residual[begin:end]
             encoded = self._codec.encode(due)
-            arrived = decode(encoded)
-            if not torch.equal(arrived, due):
-                frozen.rests[part] = due - arrived
+            if not isinstance(self._codec, Plain):
+                frozen.rests[part] = due - decode(encoded)
             frozen.encoded[part] = encoded
         return frozen.encoded[part]
 
