@@ -81,7 +81,7 @@ def read_part(reply: Reply) -> HeldPart | None:
 def average(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """Averages by weight, each clipped to three times the median norm.
 
-    By numpy, in one thread: beside a busy machine torch's threads take a hundred times as long for a part.
+    By numpy, in one thread: on a busy machine torch's threads wait for each other at every operation.
     """
     arrays = [tensor.numpy() for _, tensor in parts]
     norms = [float(np.linalg.norm(array)) for array in arrays]
@@ -134,11 +134,8 @@ class Reduction:
             return  # it came twice, or too late
         size = plan.size(message.part)
         tensor = decode(Encoded(message.meta, list(map(bytes, buffers))), 4 * size)
-        if (
-            tensor.numel() != size
-            or tensor.dtype != torch.float32
-            or not bool(np.isfinite(tensor.numpy()).all())
-        ):
+        fits = tensor.numel() == size and tensor.dtype == torch.float32
+        if not fits or not bool(np.isfinite(tensor.numpy()).all()):
             self._refused.setdefault(key, {})[contributor] = None
             self._changed.fire()
             raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
