@@ -300,3 +300,30 @@ def test_the_same_value_is_voted_for_again_under_a_higher_ballot():
             world.check()
 
     virtual(main())
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_stopped_member_costs_others_five_seconds_at_most(place):
+    """Its connections stay open and it says nothing, as after SIGSTOP; it comes back when it is let go on."""
+
+    async def main():
+        async with World(num_elements=20_000, minority_after_s=1000) as world:
+            await world.start_all(5)
+            await contribute(world, 0)
+            stopped = int(world.runs[0].members[place].host[1:])
+            others = {number: run for number, run in world.runs.items() if number != stopped}
+            for number, run in world.runs.items():
+                run.add(gradient(number, world.num_elements), 5)
+            world.cut = lambda caller, host: stopped in (caller, int(host[1:]))
+            before = now_s()
+            await world.wait(lambda: all(run.state.num_steps == 2 for run in others.values()))
+            assert now_s() - before < 5
+            await asyncio.sleep(10)
+            assert all(len(run.members) == 4 for run in others.values())
+            world.cut = None
+            await world.wait(lambda: all(len(run.members) == 5 for run in world.runs.values()), 120)
+            await world.wait(lambda: len({run.state.name for run in world.runs.values()}) == 1)
+            world.check()
+            world.check_samples()
+
+    virtual(main())
