@@ -59,9 +59,8 @@ def num_messages():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_round_survives_a_fault_at_some_messages(kind):
-    for message in range(KINDS.index(kind), num_messages(), 45):
-        virtual(survive(kind, message))
+def test_a_round_survives_a_fault_at_some_message(kind):
+    virtual(survive(kind, 8 * KINDS.index(kind)))
 
 
 @pytest.mark.slow
@@ -140,7 +139,7 @@ async def suffer(seed, seconds=60.0):
         return num_faults
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_faults(seed):
     virtual(suffer(seed, seconds=20.0))
 

@@ -61,7 +61,7 @@ def test_members_commit_the_mean_by_samples():
     virtual(main())
 
 
-@pytest.mark.parametrize("num_elements", [3, 20_000, 70_000])
+@pytest.mark.parametrize("num_elements", [3, 20_000, 40_000])
 def test_models_of_any_size_are_cut_into_parts(num_elements):
     async def main():
         async with World(num_elements=num_elements) as world:
