@@ -1,0 +1,116 @@
+"""Agreement on one commit for each round: single-decree Paxos over the round's list of members.
+
+Lamport, "Paxos Made Simple" (2001), section 2. The acceptor and the proposer are plain objects without time
+and messages, so that tests can put them through every order of events. A member's acceptor lives as long as
+the member: a restart is another member, so nothing is written to disk.
+
+Ballot b belongs to the member at b mod k of the order, of which the first k can be reached. Nobody but the
+owner of ballot 0 can have proposed before ballot 1, so ballot 0 needs no promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shoal.core import ShoalError
+from shoal.swarm.wire import Commit
+
+
+def is_quorum(num_members: int, places: Collection[int]) -> bool:
+    """Tells whether these are more than half, or exactly half with the first: any two such meet."""
+    num = len(places)
+    return 2 * num > num_members or (2 * num == num_members and 0 in places)
+
+
+class Acceptor:
+    """What one member has promised and accepted in one round."""
+
+    def __init__(self) -> None:
+        self.promised = 0
+        self.accepted_ballot = -1
+        self.accepted: Commit | None = None
+        self.is_closed = False
+
+    def promise(self, ballot: int) -> bool:
+        """Takes part in no lower ballot from now on; False where it already takes part in a higher one."""
+        if self.is_closed or ballot < self.promised:
+            return False
+        self.promised = ballot
+        return True
+
+    def accept(self, ballot: int, value: Commit) -> bool:
+        """Votes for a value; False where a higher ballot was promised meanwhile."""
+        if self.is_closed or ballot < self.promised:
+            return False
+        self.promised = self.accepted_ballot = ballot
+        self.accepted = value
+        return True
+
+    def close(self) -> None:
+        """Votes no more: the member has agreed to a fork."""
+        self.is_closed = True
+
+
+class BallotTally:
+    """What the owner of one ballot has heard: promises, then votes."""
+
+    def __init__(self, num_members: int, ballot: int) -> None:
+        self.ballot = ballot
+        self.proposal: Commit | None = None
+        self._num_members = num_members
+        self._promises: dict[int, tuple[int, Commit | None]] = {}
+        self._votes: dict[int, bytes] = {}
+
+    @property
+    def promised(self) -> list[int]:
+        """The places of those who have promised."""
+        return sorted(self._promises)
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether a value may be proposed: a quorum has promised, or no lower ballot exists."""
+        return self.ballot == 0 or is_quorum(self._num_members, self._promises)
+
+    @property
+    def num_votes(self) -> int:
+        """How many have accepted the proposal."""
+        return len(self._voters())
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a quorum has accepted the proposal."""
+        return self.proposal is not None and is_quorum(self._num_members, self._voters())
+
+    def add_promise(self, place: int, accepted_ballot: int, accepted: Commit | None) -> bool:
+        """Notes a promise with what was accepted under lower ballots; False where it was known."""
+        is_new = place not in self._promises
+        if is_new and accepted_ballot < self.ballot:
+            # a member's first promise for this ballot is the one that counts: later messages may tell of a
+            # vote under this very ballot, which says nothing of lower ones
+            self._promises[place] = (accepted_ballot, accepted)
+        return is_new
+
+    def add_vote(self, place: int, digest: bytes) -> bool:
+        """Notes a vote under this ballot; False where it was known."""
+        is_new = self._votes.get(place) != digest
+        self._votes[place] = digest
+        return is_new
+
+    def bound_value(self) -> Commit | None:
+        """Gives the value that must be proposed: the accepted one of the highest ballot; None: any may be."""
+        if self.ballot == 0:
+            return None
+        return max(self._promises.values(), key=lambda promise: promise[0], default=(-1, None))[1]
+
+    def propose(self, value: Commit) -> None:
+        """Sets what this ballot is about, once."""
+        bound = self.bound_value()
+        if self.proposal is not None or not self.has_promises or (bound is not None and bound != value):
+            raise ShoalError(f"Ballot {self.ballot} must not propose this commit.")
+        self.proposal = value
+
+    def _voters(self) -> list[int]:
+        if self.proposal is None:
+            return []
+        digest = self.proposal.digest
+        return [place for place, voted in self._votes.items() if voted == digest]

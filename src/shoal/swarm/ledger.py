@@ -1,0 +1,190 @@
+"""What a member has computed and the run has not committed yet: each sample goes in once, or is listed as
+lost.
+
+Gradients (or differences of parameters) are kept as sums over samples. When a round registers, what is there
+becomes one contribution; at the commit the parts that went in are done, and the others go back to what is
+pending, for the next contribution. Where a contribution went in by half its elements, half of its samples
+count as committed and half are carried over; elements that were carried over then have more samples behind
+them than others, so the mean is taken element by element.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.core import UsageError
+from shoal.swarm.state import credited_samples, places_in
+from shoal.swarm.wire import STEP, Commit
+from shoal.tensors import Codec, Encoded, Plain, decode
+
+_MAX_CREDITS = 4096
+
+
+@dataclass
+class FrozenContribution:
+    """What a member brings to one round."""
+
+    samples: int
+    base: int
+    """Samples that are behind all elements."""
+    extra: torch.Tensor | None
+    """Samples that are behind some elements in addition."""
+    mean: torch.Tensor
+    encoded: dict[int, Encoded] = field(default_factory=dict)
+    """The parts as they are sent, kept until the commit: whoever asks again gets the same bytes."""
+    rests: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What each encoded part leaves behind: adopted only if the part goes in."""
+
+
+class SampleLedger:
+    """Sums what was computed, hands it to rounds, and takes back what a commit left out."""
+
+    def __init__(self, num_elements: int, codec: Codec) -> None:
+        self.num_elements = num_elements
+        self.num_added = 0
+        self.num_committed = 0
+        self.lost: list[tuple[str, int]] = []
+        """Samples whose fate is unknown or that a fork took along, with the reason."""
+        self._credits: deque[tuple[bytes, int, int]] = deque(maxlen=_MAX_CREDITS)
+        """How many samples went in under which fork and round, lately: what is older no fork takes back."""
+        self._codec = codec
+        self._sum = torch.zeros(num_elements)
+        self._base = 0
+        self._extra: torch.Tensor | None = None
+        self._carried = 0
+        self._residual: torch.Tensor | None = None
+        self._frozen: FrozenContribution | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Samples that the next contribution will have."""
+        return self._base + self._carried
+
+    @property
+    def num_ready(self) -> int:
+        """Samples that could go into a round now: what was only carried over waits for something new."""
+        return self.num_pending if self._base else 0
+
+    @property
+    def num_under_way(self) -> int:
+        """Samples of the contribution that has no commit yet."""
+        return self._frozen.samples if self._frozen else 0
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that are listed as lost."""
+        return sum(num for _, num in self.lost)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every sample is committed, pending, under way or lost, once."""
+        known = self.num_committed + self.num_pending + self.num_under_way + self.num_lost
+        return known == self.num_added
+
+    def add(self, mean: torch.Tensor, samples: int) -> None:
+        """Takes the mean gradient (or difference) of so many samples."""
+        if samples < 1 or mean.numel() != self.num_elements:
+            raise UsageError(
+                f"{mean.numel()} values of {samples} samples are no contribution to {self.num_elements}.",
+                next_step="give one value for each parameter, and at least one sample.",
+            )
+        self._sum += mean.detach().reshape(-1) * samples
+        self._base += samples
+        self.num_added += samples
+
+    def freeze(self) -> FrozenContribution | None:
+        """Makes a contribution of what is pending; None where there is nothing new or one is under way."""
+        if self._frozen is not None or not self._base:
+            return None
+        counts: Any = self._base if self._extra is None else self._extra + self._base
+        self._frozen = FrozenContribution(self.num_pending, self._base, self._extra, self._sum.div_(counts))
+        self._sum = torch.zeros(self.num_elements)
+        self._base, self._extra, self._carried = 0, None, 0
+        return self._frozen
+
+    def encode(self, frozen: FrozenContribution, part: int, begin: int, end: int) -> Encoded:
+        """Gives a part as it travels, with what the codec left behind earlier added; the same bytes each
+        time.
+        """
+        if part not in frozen.encoded:
+            due = frozen.mean[begin:end]
+            if self._residual is not None:
+                due = due + self._residual[begin:end]
+            encoded = self._codec.encode(due)
+            if not isinstance(self._codec, Plain):
+                frozen.rests[part] = due - decode(encoded)
+            frozen.encoded[part] = encoded
+        return frozen.encoded[part]
+
+    def settle(self, commit: Commit, place: int) -> None:
+        """Accounts for the contribution under way; `place` is that of its owner in the round's list."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is None:
+            return
+        plan = commit.plan
+        if commit.kind != STEP or plan is None or place not in plan.contributors:
+            self._take_back(frozen, [(0, self.num_elements)], 0)
+            return
+        index = plan.contributors.index(place)
+        missing = []
+        for part, result in enumerate(commit.parts):
+            begin, end = plan.bounds[part], plan.bounds[part + 1]
+            if index not in places_in(result.bitmap, len(plan.contributors)):
+                missing.append((begin, end))
+            elif self._residual is not None or part in frozen.rests:
+                if self._residual is None:
+                    self._residual = torch.zeros(self.num_elements)
+                rest = frozen.rests.get(part)
+                self._residual[begin:end] = 0 if rest is None else rest
+        credited = credited_samples(commit)[index]
+        self._credits.append((commit.fork, commit.round, credited))
+        self._take_back(frozen, missing, credited)
+
+    def take_back(self) -> None:
+        """Has the contribution under way pending again: none of it was sent."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None:
+            self._take_back(frozen, [(0, self.num_elements)], 0)
+
+    def give_up(self, reason: str) -> None:
+        """Lists the contribution under way as lost: nobody can say whether it went in."""
+        if self._frozen is not None:
+            self.lost.append((reason, self._frozen.samples))
+            self._frozen = None
+
+    def reconcile(self, is_in_history: Callable[[bytes, int], bool]) -> None:
+        """Lists as lost what was committed under forks and rounds that the state held now does not descend
+        from.
+        """
+        lost = sum(samples for fork, number, samples in self._credits if not is_in_history(fork, number))
+        if lost:
+            self.lost.append(("the fork that they were committed in has ended", lost))
+            self.num_committed -= lost
+            kept = [credit for credit in self._credits if is_in_history(credit[0], credit[1])]
+            self._credits = deque(kept, maxlen=_MAX_CREDITS)
+
+    def _take_back(
+        self, frozen: FrozenContribution, missing: Sequence[tuple[int, int]], credited: int
+    ) -> None:
+        self.num_committed += credited
+        if credited == 0 and sum(end - begin for begin, end in missing) == self.num_elements:
+            counts: Any = frozen.base if frozen.extra is None else frozen.extra + frozen.base
+            self._sum += frozen.mean * counts
+            self._base += frozen.base
+            self._carried += frozen.samples - frozen.base
+            if frozen.extra is not None:
+                self._extra = frozen.extra if self._extra is None else self._extra + frozen.extra
+            return
+        self._carried += frozen.samples - credited
+        if missing and self._extra is None:
+            self._extra = torch.zeros(self.num_elements)
+        for begin, end in missing:
+            assert self._extra is not None
+            counts = frozen.base if frozen.extra is None else frozen.extra[begin:end] + frozen.base
+            self._sum[begin:end] += frozen.mean[begin:end] * counts
+            self._extra[begin:end] += counts

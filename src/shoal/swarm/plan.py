@@ -1,0 +1,99 @@
+"""Who averages which part of a round: the plan, by pure functions.
+
+Shares come from bandwidths by water-filling. With n contributors a reducer of share s sends (1 − s) of its
+own values away and n − 1 copies of its average: 1 + (n − 2)·s of the whole. All finish together at time T if
+1 + (n − 2)·s_i = T·b_i, and who would get a negative share reduces nothing: s_i = (T·b_i − 1) / (n − 2) over
+those with T·b_i > 1, where T = (n − 2 + k) / Σ b for the k fastest. (Moshpit's and hivemind's load balancing
+solve the same as a linear program.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shoal.swarm.wire import Registration, RoundPlan, SwarmMember
+
+SMALLEST_PART_BYTES = 16 << 10
+LARGEST_PART_BYTES = 1 << 20
+_ALIGNMENT = 16  # elements: float32 parts begin on 64-byte boundaries
+
+
+def shares(bandwidths: Sequence[float], num_contributors: int) -> list[float]:
+    """Divides the work of reducing so that all lines are busy equally long; the shares sum to 1."""
+    if not bandwidths:
+        return []
+    extra = num_contributors - 2
+    fastest = sorted(range(len(bandwidths)), key=lambda place: (-bandwidths[place], place))
+    if extra <= 0:  # two peers send the same whatever their shares are
+        total = sum(bandwidths)
+        return [bandwidth / total for bandwidth in bandwidths]
+    chosen, level = fastest[:1], (extra + 1) / bandwidths[fastest[0]]
+    for num in range(2, len(fastest) + 1):
+        slowest = bandwidths[fastest[num - 1]]
+        found = (extra + num) / sum(bandwidths[place] for place in fastest[:num])
+        if found * slowest <= 1:  # it is busy with its own values longer than the others with everything
+            break
+        chosen, level = fastest[:num], found
+    made = [0.0] * len(bandwidths)
+    for place in chosen:
+        made[place] = (level * bandwidths[place] - 1) / extra
+    return made
+
+
+def make_plan(
+    members: Sequence[SwarmMember],
+    registered: Mapping[int, Registration],
+    num_elements: int,
+    *,
+    bytes_per_element: float = 4.0,
+    reduce_s: float = 30.0,
+    left_out: Sequence[int] = (),
+) -> RoundPlan | None:
+    """Makes the plan of a round from who has registered; None where nobody brings samples or can reduce.
+
+    Those `left_out` neither contribute nor reduce.
+    """
+    fitting = {
+        place: registration
+        for place, registration in sorted(registered.items())
+        if place not in left_out and registration.num_elements == num_elements
+    }
+    contributors = [place for place, registration in fitting.items() if registration.samples > 0]
+    reducers = [place for place in fitting if members[place].is_reachable]
+    if not contributors or not reducers:
+        return None
+    smallest = max(_ALIGNMENT, int(SMALLEST_PART_BYTES / bytes_per_element))
+    largest = max(smallest, int(LARGEST_PART_BYTES / bytes_per_element))
+    bandwidths = [max(fitting[place].bandwidth, 1e-9) for place in reducers]
+    wanted = shares(bandwidths, len(contributors))
+    # a reducer gets a part at least, so small models have fewer reducers
+    num_reducers = max(1, min(sum(share > 0 for share in wanted), num_elements // smallest))
+    best = sorted(range(len(reducers)), key=lambda place: (-wanted[place], place))[:num_reducers]
+    total = sum(wanted[place] for place in best)
+    bounds, owners = [0], []
+    left = 1.0
+    for place in sorted(best):
+        begin, left = bounds[-1], left - wanted[place] / total
+        end = num_elements if left < 1e-9 else round((1 - left) * num_elements / _ALIGNMENT) * _ALIGNMENT
+        end = min(end, num_elements)
+        num_parts = max(1, -(-(end - begin) // largest))
+        for part in range(1, num_parts + 1):
+            bound = end if part == num_parts else begin + (end - begin) * part // num_parts
+            if bound > bounds[-1]:
+                bounds.append(bound)
+                owners.append(reducers[place])
+    bounds[-1] = num_elements
+    return RoundPlan(
+        contributors=tuple(contributors),
+        samples=tuple(fitting[place].samples for place in contributors),
+        bounds=tuple(bounds),
+        reducers=tuple(owners),
+        backups=tuple(_backup(owner, part, reducers) for part, owner in enumerate(owners)),
+        reduce_s=reduce_s,
+    )
+
+
+def _backup(owner: int, part: int, reducers: Sequence[int]) -> int:
+    """Spreads a lost reducer's parts over all others."""
+    others = [place for place in reducers if place != owner]
+    return others[(owner + part) % len(others)] if others else -1

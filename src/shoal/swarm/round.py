@@ -1,0 +1,651 @@
+"""One round of a run as one of its members lives through it.
+
+    follower                                        owner of the ballot (ballot 0: the coordinator)
+    follow: samples so far                ────────►  gathers, until the swarm has enough for a round
+                                          ◄────────  stage: register
+    follow: registration                  ────────►  closes when all are there, or at the usual time
+                                          ◄────────  plan
+    parts to reducers, averages back                 the same, and names reducers that are silent
+                                          ◄────────  proposal: the commit
+    holds every part of it, then accepts
+    follow: vote                          ────────►  a quorum has voted
+                                          ◄────────  decision
+
+Who hears nothing from the owner of a ballot for a while goes on to the next ballot and tells that one's
+owner, with its promise and what it has accepted so far. An owner that has promises of a quorum proposes what
+the highest of them accepted; if nobody has accepted anything, it finishes the plan where it has one, and else
+proposes an abort, which is a commit too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core import Deadline, LimitExceeded, Scope, fanout
+from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
+from shoal.swarm.ledger import FrozenContribution
+from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order
+from shoal.swarm.plan import make_plan
+from shoal.swarm.reduction import HeldPart, Reduction, fetch_parts, results
+from shoal.swarm.wire import (
+    ABORT,
+    COMMIT,
+    END,
+    FOLLOW,
+    GATHER,
+    REDUCE,
+    REGISTER,
+    STEP,
+    Broadcast,
+    Commit,
+    FollowRequest,
+    PartResult,
+    Registration,
+    RoundPlan,
+    RoundStatus,
+    SwarmMember,
+)
+from shoal.transport import Reply
+
+BEAT_S = 0.3
+"""The owner of a ballot answers at least so often."""
+SILENCE_S = 1.0
+"""After so long without an answer the next ballot's owner is asked; doubled with every ballot of a round."""
+LONGEST_SILENCE_S = 8.0
+ADMIT_S = 1.0
+"""Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
+_RETRY_S = 0.1
+_TICK_S = 0.25
+_LONGEST_REGISTER_S = 15.0
+_SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
+
+
+@dataclass
+class _Follower:
+    """What the owner of a ballot knows of one member."""
+
+    registration: Registration | None = None
+    samples: int = 0
+    is_ready: bool = False
+    is_leaving: bool = False
+
+
+class SwarmRound:
+    """One round: follows and leads ballots until there is a decision, and serves those who follow."""
+
+    def __init__(
+        self,
+        context: MemberContext,
+        members: tuple[SwarmMember, ...],
+        previous: tuple[bytes, int, bytes],
+        tenure: int,
+    ) -> None:
+        self.members = members
+        self.fork, self.number, self.state = previous
+        self.me = members.index(context.me)
+        self.decision: Commit | None = None
+        self.stage = GATHER
+        self.plan: RoundPlan | None = None
+        self.held: dict[tuple[int, bytes], HeldPart] = {}
+        self.reduction: Reduction | None = None
+        self.acceptor = Acceptor()
+        self.ballot = 0
+        """The ballot that this member follows or leads."""
+        self._context = context
+        self._tenure = tenure
+        self._tallies: dict[int, BallotTally] = {}
+        self._followers: dict[int, _Follower] = {}
+        self._wanted_s: dict[int, float] = {}
+        """Ballots of this member's that others have gone on to, and since when."""
+        self._suspects: dict[int, None] = {}
+        self._considered: dict[int, None] = {}
+        self._frozen: FrozenContribution | None = None
+        self._registration: Registration | None = None
+        self._changed = Broadcast()
+        self._version = 0
+        self._scope: Scope | None = None
+        self._quorum_s = context.now_s()
+
+    # --- what others may know ---
+
+    @property
+    def quorum_s(self) -> float:
+        """When this member last had a sign of a quorum."""
+        return self._quorum_s
+
+    @property
+    def coordinator(self) -> SwarmMember:
+        """Whom this member takes for the coordinator now."""
+        return self.members[ballot_owner(self.members, self.ballot)]
+
+    def _now(self) -> float:
+        return self._context.now_s()
+
+    # --- living through it ---
+
+    async def play(self, scope: Scope) -> Commit | None:
+        """Takes part until there is a decision; None when there was no quorum for too long."""
+        self._scope = scope
+        while self.decision is None and not self.acceptor.is_closed:
+            owner = ballot_owner(self.members, self.ballot)
+            if owner == self.me:
+                await self._lead(self.ballot)
+            else:
+                await self._follow(self.ballot, owner)
+            if self.decision is None:
+                if self._is_without_quorum():
+                    return None
+                self.ballot = max(self.ballot, self.acceptor.promised)
+        return self.decision
+
+    def _is_without_quorum(self) -> bool:
+        settings = self._context.settings
+        return self._now() - self._quorum_s > settings.minority_after_s * settings.patience
+
+    def decide(self, commit: Commit) -> None:
+        """Learns the round's commit."""
+        is_ours = (commit.fork, commit.round, commit.previous) == (self.fork, self.number, self.state)
+        if self.decision is None and is_ours:
+            self.decision = commit
+            self._tell()
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Waits for anything to change, at most so long."""
+        await self._changed.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Has the member's own facts looked at again."""
+        self._changed.fire()
+
+    def _tell(self) -> None:
+        """Answers all followers that wait."""
+        self._version += 1
+        self._changed.fire()
+
+    def _silence_s(self, ballot: int) -> float:
+        base_s: float = SILENCE_S * self._context.settings.patience
+        return base_s * float(min(2**ballot, LONGEST_SILENCE_S))
+
+    # --- following ---
+
+    async def _follow(self, ballot: int, owner: int) -> None:
+        """Follows a ballot until there is a decision or a reason to go on to a higher one."""
+        self.acceptor.promise(ballot)
+        heard_s, seen = self._now(), -1
+        while self.decision is None and self.acceptor.promised <= ballot and not self._is_without_quorum():
+            left_s = heard_s + self._silence_s(ballot) - self._now()
+            wanted = self._wanted_ballot()
+            if left_s <= 0 or wanted is not None:
+                # the owner is silent, or others wait for this member to lead a higher ballot
+                if left_s <= 0:
+                    self._suspects.setdefault(owner)
+                self.ballot = ballot + 1 if wanted is None else wanted
+                return
+            outcomes = await fanout(
+                [
+                    self._call(owner, FOLLOW, self._request(ballot, seen), (), left_s),
+                    self._own_change(self._facts()),
+                ],
+                Deadline.after(left_s + _TICK_S),
+                is_enough=bool,
+            )
+            answer = outcomes[0]
+            if isinstance(answer, Reply):
+                status: RoundStatus = answer.payload
+                if not status.problem:
+                    heard_s, seen = self._now(), status.version
+                    self._suspects.pop(owner, None)
+                    self._take_in(ballot, status)
+                    continue
+                if status.problem == "too old":
+                    raise LimitExceeded(f"The run has left round {self.number} behind.")
+            if not isinstance(outcomes[1], Exception):
+                continue  # something new to tell
+            await self._changed.wait(_RETRY_S)
+
+    async def _own_change(self, told: tuple[Any, ...]) -> bool:
+        """Waits until this member has something new to tell its owner."""
+        while self._facts() == told:
+            await self._changed.wait(_TICK_S)
+        return True
+
+    def _facts(self) -> tuple[Any, ...]:
+        context = self._context
+        return (
+            self.decision is not None,
+            self.acceptor.promised,
+            self.acceptor.accepted_ballot,
+            self._registration,
+            context.ledger.num_ready,
+            context.is_ready,
+            context.is_leaving,
+            self._wanted_ballot(),
+        )
+
+    def _request(self, ballot: int, seen: int) -> FollowRequest:
+        acceptor, context = self.acceptor, self._context
+        is_own = acceptor.accepted_ballot == ballot
+        return FollowRequest(
+            fork=self.fork,
+            round=self.number,
+            state=self.state,
+            member=context.me,
+            ballot=ballot,
+            seen=seen,
+            has_plan=self.plan is not None,
+            accepted_ballot=acceptor.accepted_ballot,
+            accepted_digest=acceptor.accepted.digest if acceptor.accepted else b"",
+            accepted=None if is_own else acceptor.accepted,
+            registration=self._registration,
+            samples=context.ledger.num_ready,
+            is_ready=context.is_ready,
+            is_leaving=context.is_leaving,
+        )
+
+    def _take_in(self, ballot: int, status: RoundStatus) -> None:
+        """Acts on what the owner of a ballot said."""
+        if status.has_quorum:
+            self._quorum_s = self._now()
+        if status.ballot > ballot:
+            self.acceptor.promise(status.ballot)
+        if status.stage == REGISTER:
+            self._register()
+        if status.plan is not None:
+            self._begin(status.plan)
+        if status.lost and self.reduction is not None:
+            self.reduction.name_lost(status.lost)
+        if status.decision is not None:
+            self.decide(status.decision)
+        elif status.proposal is not None and ballot not in self._considered and self._scope is not None:
+            self._considered[ballot] = None
+            self._scope.start_soon(self._consider(ballot, status.proposal), name="consider a proposal")
+        self.stage = status.stage
+
+    def _register(self) -> None:
+        """Makes a contribution of what is pending, once a round."""
+        if self._registration is None:
+            context = self._context
+            self._frozen = context.ledger.freeze()
+            samples = self._frozen.samples if self._frozen else 0
+            num_elements, bandwidth = context.ledger.num_elements, context.settings.bandwidth
+            self._registration = Registration(samples, num_elements, bandwidth)
+            self._changed.fire()
+
+    def _begin(self, plan: RoundPlan) -> None:
+        """Starts this member's part in the averaging."""
+        if self.plan is not None or self._scope is None:
+            return
+        self.plan = plan
+        self.reduction = Reduction(
+            plan, self.me, (self.fork, self.number), self._context.codec, self._context.now_s
+        )
+        self.reduction.held = self.held
+        self._scope.start_soon(self.reduction.reduce(), name="reduce")
+        if self._frozen is not None and self.me in plan.contributors:
+            sending = self.reduction.send(self._call, self._context.ledger, self._frozen)
+            self._scope.start_soon(sending, name="send parts")
+        if ballot_owner(self.members, self.ballot) != self.me:
+            self._scope.start_soon(self.reduction.take_all(self._call, None), name="take parts")
+        self._tell()
+
+    async def _consider(self, ballot: int, commit: Commit) -> None:
+        """Accepts a proposal once every part is here, unless a higher ballot was promised meanwhile."""
+        if (commit.fork, commit.round, commit.previous) != (self.fork, self.number, self.state):
+            return
+        await self.hold(commit)
+        if self.acceptor.accept(ballot, commit):
+            self._changed.fire()
+
+    async def hold(self, commit: Commit) -> None:
+        """Fetches every part of a commit that is not here, from whoever has it."""
+        await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held)
+
+    # --- serving those who follow ---
+
+    async def serve_follow(self, request: FollowRequest) -> RoundStatus:
+        """Takes in what a follower says; answers as soon as there is something new, and at every beat."""
+        if request.member not in self.members:
+            return RoundStatus(problem="not a member")
+        if request.state != self.state:
+            return RoundStatus(problem="another state")
+        if ballot_owner(self.members, request.ballot) != self.me:
+            return RoundStatus(problem="another member's ballot")
+        place = self.members.index(request.member)
+        presence = self._context.presence[request.member] = MemberPresence(self._now())
+        try:
+            self._hear(place, request)
+            until_s = self._now() + BEAT_S
+            while self._version == request.seen and self.decision is None and self._now() < until_s:
+                await self._changed.wait(until_s - self._now())
+            presence.heard_s = self._now()
+            return self._status(request)
+        except asyncio.CancelledError:
+            if self._context.presence.get(request.member) is presence:
+                presence.closed_s = self._now()
+            raise
+
+    def _hear(self, place: int, request: FollowRequest) -> None:
+        follower = self._followers.setdefault(place, _Follower())
+        if request.registration is not None and follower.registration is None:
+            follower.registration = request.registration
+        follower.samples, follower.is_ready = request.samples, request.is_ready
+        follower.is_leaving = request.is_leaving
+        ballot = request.ballot
+        tally = self._tally(ballot)
+        tally.add_promise(place, request.accepted_ballot, request.accepted)
+        if request.accepted_ballot == ballot:
+            tally.add_vote(place, request.accepted_digest)
+        if ballot > self.ballot:
+            self._wanted_s.setdefault(ballot, self._now())
+        self._changed.fire()
+
+    def _status(self, request: FollowRequest) -> RoundStatus:
+        is_leading = request.ballot == self.ballot and ballot_owner(self.members, self.ballot) == self.me
+        tally = self._tallies.get(request.ballot)
+        proposal = tally.proposal if tally else None
+        has_voted = request.accepted_ballot == request.ballot  # not: under a lower one
+        return RoundStatus(
+            version=self._version,
+            ballot=self.acceptor.promised,
+            stage=self.stage if is_leading else GATHER,
+            plan=None if request.has_plan else self.plan,
+            lost=tuple(self.reduction.lost) if self.reduction and is_leading else (),
+            proposal=None if has_voted else proposal,
+            num_accepted=tally.num_votes if tally else 0,
+            decision=self.decision,
+            has_quorum=self._present_quorum(),
+        )
+
+    def _tally(self, ballot: int) -> BallotTally:
+        if ballot not in self._tallies:
+            self._tallies[ballot] = BallotTally(len(self.members), ballot)
+        return self._tallies[ballot]
+
+    def _wanted_ballot(self) -> int | None:
+        """Gives a higher ballot of this member's that it should lead: too many, or some for too long, wait
+        there.
+        """
+        for ballot in sorted(self._wanted_s, reverse=True):
+            waiting = self._tally(ballot).promised
+            others = [place for place in range(len(self.members)) if place not in waiting]
+            is_late = self._now() - self._wanted_s[ballot] > 2 * self._silence_s(0)
+            if ballot > max(self.ballot, self.acceptor.promised) and (
+                is_late or not is_quorum(len(self.members), others)
+            ):
+                return ballot
+        return None
+
+    # --- leading ---
+
+    async def _lead(self, ballot: int) -> None:
+        """Leads a ballot of this member's until there is a decision, or a higher ballot goes on."""
+        tally = self._tally(ballot)
+        if not self.acceptor.promise(ballot):
+            self.ballot = self.acceptor.promised
+            return
+        tally.add_promise(self.me, self.acceptor.accepted_ballot, self.acceptor.accepted)
+        self._tell()
+        began_s = self._now()
+        while not self._is_over(ballot, began_s):
+            if tally.has_promises and (ballot == 0 or self._has_waited(tally, began_s)):
+                break
+            await self._changed.wait(_RETRY_S)
+        else:
+            return
+        value = tally.bound_value() if tally.proposal is None else tally.proposal
+        if value is None:
+            value = await self._make_value(ballot, began_s)
+        if value is None:
+            return
+        if tally.proposal is None:
+            await self.hold(value)
+            if self.acceptor.promised > ballot or self.acceptor.is_closed:
+                return
+            tally.propose(value)
+        if self.acceptor.accept(ballot, value):
+            tally.add_vote(self.me, value.digest)
+        self.stage = COMMIT
+        self._tell()
+        num_votes = tally.num_votes
+        while not self._is_over(ballot, began_s):
+            if tally.is_decided:
+                self.decide(value)
+                return
+            if num_votes != tally.num_votes:
+                num_votes = tally.num_votes
+                self._tell()  # 'k of n accepted': followers wait on while this is said
+            await self._changed.wait(_TICK_S)
+
+    def _is_over(self, ballot: int, began_s: float) -> bool:
+        """Whether this ballot is no longer worth leading; chooses the next one to follow."""
+        if self._present_quorum():
+            self._quorum_s = self._now()
+        if self.decision is not None:
+            return True
+        wanted = self._wanted_ballot()
+        if self.acceptor.promised > ballot or wanted is not None:
+            self.ballot = max(self.acceptor.promised, wanted or 0)
+            return True
+        if len(self.members) > 1 and self._now() - max(began_s, self._quorum_s) > 3 * self._silence_s(ballot):
+            self.ballot = ballot + 1  # nobody follows: they may have gone on to a higher ballot
+            return True
+        return False
+
+    def _has_waited(self, tally: BallotTally, began_s: float) -> bool:
+        """Whether all but those who are suspected have promised, or have had the time to: else they are
+        dropped.
+        """
+        waiting = [p for p in range(len(self.members)) if p not in tally.promised and p not in self._suspects]
+        return not waiting or self._now() - began_s > 2 * self._silence_s(0)
+
+    def _present_quorum(self) -> bool:
+        now_s = self._now()
+        present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
+        return is_quorum(len(self.members), present)
+
+    def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
+        """Whether a member has been heard lately: who is not is not waited for."""
+        if place == self.me:
+            return True
+        presence = self._context.presence.get(self.members[place])
+        limit_s = SILENCE_S * self._context.settings.patience
+        if presence is None or place not in self._followers:
+            return False
+        return presence.closed_s is None and now_s - presence.heard_s < factor * limit_s + BEAT_S
+
+    async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
+        """Makes the commit that a free ballot proposes; None where the ballot is over."""
+        if ballot == 0 and self.plan is None:
+            if not await self._gather(began_s):
+                return None
+            if self.stage == REGISTER:
+                plan = await self._close_registration(began_s)
+                if self._is_over(ballot, began_s):
+                    return None
+                if plan is None:
+                    self._context.not_before_s = self._now() + ADMIT_S
+                else:
+                    self.stage = REDUCE
+                    self._begin(plan)
+        if self.reduction is None or self.plan is None:
+            return self._commit(ABORT)
+        self.reduction.name_lost([place for place in self._suspects if place in self.plan.reducers])
+        self.stage = REDUCE
+        self._tell()
+        taken = await self._reduce(ballot, began_s)
+        if taken is None:
+            return None
+        for place in self.reduction.blamed(taken):
+            self._context.backoff.failed(self.members[place].id_bytes, self._now())
+        kind = STEP if any(taken) else ABORT
+        if kind == ABORT:
+            self._context.not_before_s = self._now() + ADMIT_S
+        return self._commit(kind, results(taken) if kind == STEP else ())
+
+    async def _gather(self, began_s: float) -> bool:
+        """Waits until a round should begin, or a commit is needed for members alone; False: the ballot is
+        over.
+        """
+        waits_s: float | None = None
+        while not self._is_over(0, began_s):
+            if self._context.end is not None:
+                return True
+            if self._is_enough():
+                self.stage = REGISTER
+                self._register()
+                self._tell()
+                return True
+            if not self._needs_commit():
+                waits_s = None
+            elif waits_s is None:
+                waits_s = self._now()
+            elif self._now() - waits_s > ADMIT_S:
+                return True
+            await self._changed.wait(_TICK_S)
+        return False
+
+    def _is_enough(self) -> bool:
+        """Whether the members together have what a round needs."""
+        context, now_s = self._context, self._now()
+        if len(self.members) < context.settings.min_peers or not self._present_quorum():
+            return False
+        if now_s < context.not_before_s:
+            return False
+        samples, is_ready = context.ledger.num_ready, [context.is_ready]
+        for place, follower in self._followers.items():
+            is_paused = context.backoff.is_paused(self.members[place].id_bytes, now_s)
+            if self._is_present(place, now_s) and not is_paused:
+                samples += follower.samples
+                is_ready.append(follower.is_ready)
+        target = context.settings.target_samples
+        if target:
+            return samples >= target
+        return samples > 0 and any(is_ready) and 2 * sum(is_ready) >= len(is_ready)
+
+    def _needs_commit(self) -> bool:
+        """Whether somebody waits to join or leave, is gone, or the fork should end."""
+        context, now_s = self._context, self._now()
+        leaving = context.is_leaving or any(follower.is_leaving for follower in self._followers.values())
+        gone = any(self._is_gone(place, now_s) for place in range(len(self.members)))
+        return (
+            leaving or gone or context.wants_pin or bool(self._admissible(now_s)) or context.end is not None
+        )
+
+    async def _close_registration(self, began_s: float) -> RoundPlan | None:
+        """Waits for all that are there to register, at most as long as is usual, and makes the plan."""
+        context, opened_s = self._context, self._now()
+        limit_s = min(context.arrivals.timeout_s(), _LONGEST_REGISTER_S) * context.settings.patience
+        arrived: dict[int, None] = {}
+        while not self._is_over(0, began_s) and self._now() - opened_s < limit_s:
+            for place, follower in self._followers.items():
+                if follower.registration is not None and place not in arrived:
+                    arrived[place] = None
+                    context.arrivals.observe(self._now() - opened_s)
+            awaited = [p for p in range(len(self.members)) if p != self.me and p not in arrived]
+            if not any(self._is_present(place, self._now()) for place in awaited):
+                break
+            await self._changed.wait(_TICK_S)
+        registered = {place: one.registration for place, one in self._followers.items() if one.registration}
+        assert self._registration is not None
+        registered[self.me] = self._registration
+        reduce_s = min(max(2 * context.durations.timeout_s(), _SHORTEST_REDUCE_S), _LONGEST_REDUCE_S)
+        now_s = self._now()
+        return make_plan(
+            self.members,
+            registered,
+            context.ledger.num_elements,
+            bytes_per_element=context.settings.bytes_per_element,
+            reduce_s=reduce_s * context.settings.patience,
+            left_out=[
+                place
+                for place, member in enumerate(self.members)
+                if context.backoff.is_paused(member.id_bytes, now_s)
+            ],
+        )
+
+    async def _reduce(self, ballot: int, began_s: float) -> list[tuple[int, HeldPart] | None] | None:
+        """Takes all parts, and names the reducers that are silent; None where the ballot is over."""
+        assert self.reduction is not None
+        reduction, reduce_began_s = self.reduction, self._now()
+        give_up_s = self._silence_s(0)
+        outcomes: list[Any] = await fanout(
+            [reduction.take_all(self._call, give_up_s), self._while_leading(ballot, began_s, reduction)],
+            Deadline.never(),
+            is_enough=bool,
+        )
+        if isinstance(outcomes[0], Exception):
+            return None
+        self._context.durations.observe(self._now() - reduce_began_s)
+        taken: list[tuple[int, HeldPart] | None] = outcomes[0]
+        return taken
+
+    async def _while_leading(self, ballot: int, began_s: float, reduction: Reduction) -> None:
+        """Passes on which reducers are lost; ends when the ballot is over."""
+        num_lost = 0
+        while not self._is_over(ballot, began_s):
+            used = dict.fromkeys([*reduction.plan.reducers, *reduction.plan.backups])
+            silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
+            if any(place not in reduction.lost for place in silent):
+                reduction.name_lost(silent)
+            if len(reduction.lost) != num_lost:
+                num_lost = len(reduction.lost)
+                self._tell()
+            await self._changed.wait(_RETRY_S)
+
+    def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
+        context, now_s = self._context, self._now()
+        kept = [m for place, m in enumerate(self.members) if not self._is_dropped(place, now_s)]
+        added = self._admissible(now_s)[: max(len(kept), 1)]
+        started_anew = [member.id_bytes for member in added]  # a peer is listed once
+        kept = [member for member in kept if member.id_bytes not in started_anew] + added
+        winner: bytes = b""
+        winner_members: tuple[SwarmMember, ...] = ()
+        if context.end is not None and kind == ABORT:
+            kind = END
+            winner, winner_members = context.end
+        members, tenure = next_order(self.state, kept, context.me, 0 if self.me else self._tenure)
+        return Commit(
+            fork=self.fork,
+            round=self.number,
+            previous=self.state,
+            kind=kind,
+            members=members,
+            tenure=tenure,
+            plan=self.plan if kind == STEP else None,
+            parts=parts,
+            should_pin=context.wants_pin,
+            winner=winner,
+            winner_members=winner_members,
+        )
+
+    def _is_dropped(self, place: int, now_s: float) -> bool:
+        if place == self.me:
+            return self._context.is_leaving
+        follower = self._followers.get(place)
+        return (follower is not None and follower.is_leaving) or self._is_gone(place, now_s)
+
+    def _is_gone(self, place: int, now_s: float) -> bool:
+        if place == self.me:
+            return False
+        presence = self._context.presence.get(self.members[place])
+        if presence is None:  # not heard yet: it has as long as others
+            presence = self._context.presence[self.members[place]] = MemberPresence(now_s)
+        is_suspect = place in self._suspects and place not in self._followers
+        return is_suspect or presence.is_gone(now_s, self._context.settings.patience)
+
+    def _admissible(self, now_s: float) -> list[SwarmMember]:
+        """Lists those who want to join and are at most one commit behind."""
+        latest = {
+            member.id_bytes: member
+            for member, (heard_s, number) in sorted(self._context.joiners.items(), key=lambda one: one[1][0])
+            if member not in self.members and number >= self.number - 1 and now_s - heard_s < 2 * SILENCE_S
+        }
+        return sorted(latest.values())
+
+    async def _call(
+        self, place: int, method: str, payload: Any, buffers: Sequence[Any], wait_s: float
+    ) -> Reply:
+        return await self._context.call(self.members[place], method, payload, buffers, wait_s)

@@ -1,0 +1,603 @@
+"""A run as one of its members sees it: joins or founds it, goes from round to round, applies commits, leaves.
+
+    async with SwarmRun(transport, address, "digits", parameters, optimizer, contacts=[...]) as run:
+        run.add(gradient, samples)        # whenever there is something new
+        await run.next_commit()           # run.state.parameters are the committed ones
+
+It lives on one loop, starts no threads, and reads no clock but its loop's, so that it runs unchanged on
+sockets and in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+
+from shoal.core import (
+    Address,
+    Deadline,
+    LimitExceeded,
+    Peer,
+    PeerBusy,
+    PeerRefused,
+    Scope,
+    ShoalError,
+    StandingScope,
+    fanout,
+)
+from shoal.swarm.forks import ForkKeeper
+from shoal.swarm.ledger import SampleLedger
+from shoal.swarm.membership import MemberContext, SwarmSettings
+from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
+from shoal.swarm.reduction import HeldPart, assemble, fetch_parts
+from shoal.swarm.round import SwarmRound
+from shoal.swarm.state import CommittedState
+from shoal.swarm.wire import (
+    COMMITS,
+    END,
+    FOLLOW,
+    FORK,
+    JOIN,
+    MEET,
+    PART,
+    STEP,
+    TAKE,
+    Broadcast,
+    Commit,
+    CommitsRequest,
+    FollowRequest,
+    ForkRequest,
+    JoinReply,
+    JoinRunRequest,
+    MeetReply,
+    MeetRequest,
+    PartMessage,
+    RoundStatus,
+    SwarmMember,
+    TakeReply,
+    TakeRequest,
+)
+from shoal.tensors import Codec, Plain
+from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
+from shoal.transport import Head, Reply, Transport
+
+log = logging.getLogger(__name__)
+
+NUM_KEPT = 2
+"""Rounds whose commits and parts a member keeps for those who are behind."""
+NUM_SINCE_PIN = 8
+"""Rounds that a member keeps after the state that it has pinned for joiners."""
+MAX_HISTORY = 4096
+MAX_DONORS = 8
+MAX_ASKED = 32
+MEET_S = 10.0
+"""How often a coordinator looks for other forks of its run."""
+_ROUND_S = 1.0
+_ASK_S = 2.0
+_HOLD_S = 30.0
+_TRANSFER_S = 600.0
+_JOIN_TICK_S = 0.2
+
+_REPLIES: dict[str, Any] = {
+    FOLLOW: RoundStatus,
+    TAKE: TakeReply,
+    JOIN: JoinReply,
+    COMMITS: list[Commit],
+    MEET: MeetReply,
+    FORK: bool,
+}
+_REQUESTS: dict[str, Any] = {
+    FOLLOW: FollowRequest,
+    PART: PartMessage,
+    TAKE: TakeRequest,
+    JOIN: JoinRunRequest,
+    COMMITS: CommitsRequest,
+    MEET: MeetRequest,
+    FORK: ForkRequest,
+}
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A round that is over, as it is kept for those who are behind."""
+
+    commit: Commit
+    held: dict[tuple[int, bytes], HeldPart]
+
+
+class SwarmRun:
+    """A member of a run, from `async with` until the end of the block, or until it has left in order."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: Address,
+        run: str,
+        parameters: torch.Tensor,
+        optimizer: CommittedOptimizer | None = None,
+        *,
+        settings: SwarmSettings | None = None,
+        codec: Codec | None = None,
+        contacts: Sequence[Peer] = (),
+        find: Callable[[], Awaitable[Sequence[Peer]]] | None = None,
+        may_found: bool = True,
+        choice: random.Random | None = None,
+    ) -> None:
+        self.run = run
+        self.choice = choice or random.SystemRandom()
+        self.state = CommittedState(parameters, optimizer or CommittedSGD(), b"")
+        self.settings = settings or SwarmSettings()
+        self.members: tuple[SwarmMember, ...] = ()
+        self.round: SwarmRound | None = None
+        self.history: deque[tuple[bytes, int, bytes]] = deque(maxlen=MAX_HISTORY)
+        """Fork, round and the state's name after it, of the latest commits that this member has applied."""
+        self.num_commits = 0
+        self.blamed: dict[Peer, str] = {}
+        """Donors that sent wrong bytes while this member joined."""
+        self.has_left = False
+        self._transport = transport
+        self._address = address
+        self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
+        self._contacts = list(contacts)
+        self._find = find
+        self._may_found = may_found
+        self._tenure = 0
+        self._finished: dict[int, _Finished] = {}
+        self._donor = StateDonor(transport)
+        self._pinned: tuple[int, str] | None = None
+        self._taker: tuple[str, StateTaker] | None = None
+        self._changed = Broadcast()
+        codec = codec or Plain()
+        self.context = MemberContext(
+            me=self._new_member(),
+            settings=self.settings,
+            ledger=SampleLedger(self.state.num_elements, codec),
+            codec=codec,
+            call=self._call,
+            random=self.choice,
+        )
+        self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
+        self._standing = StandingScope(f"run {run}")
+        serve: dict[str, Any] = {
+            FOLLOW: self._serve_follow,
+            PART: self._serve_part,
+            TAKE: self._serve_take,
+            JOIN: self._serve_join,
+            COMMITS: self._serve_commits,
+            MEET: self._serve_meet,
+            FORK: self._serve_fork,
+        }
+        self._serve = serve
+        for method, handler in serve.items():
+            transport.handle(method, self._answering(handler), payload_type=_REQUESTS[method])
+
+    # --- for the user ---
+
+    @property
+    def ledger(self) -> SampleLedger:
+        """What became of this member's samples."""
+        return self.context.ledger
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is listed now."""
+        return self.context.me in self.members
+
+    def add(self, mean: torch.Tensor, samples: int) -> None:
+        """Takes the mean gradient, or the difference from the committed parameters, of so many samples."""
+        self.ledger.add(mean, samples)
+        self._wake()
+
+    def set_ready(self, is_ready: bool = True) -> None:
+        """Says that this member's local steps are done; a round begins when half of the members say so."""
+        self.context.is_ready = is_ready
+        self._wake()
+
+    async def next_commit(self, deadline: Deadline | None = None) -> int:
+        """Waits for the next commit; gives the round that comes then."""
+        known = self.num_commits
+        while self.num_commits == known and not self.has_left:
+            if deadline is not None:
+                deadline.check("waiting for a commit")
+            await self._changed.wait(None if deadline is None else deadline.remaining_s)
+        return self.state.round
+
+    async def leave(self, deadline: Deadline) -> None:
+        """Leaves in order: returns once a commit has taken this member off the list."""
+        self.context.is_leaving = True
+        self._wake()
+        while not self.has_left:
+            deadline.check("leaving the run")
+            await self._changed.wait(deadline.remaining_s)
+
+    async def __aenter__(self) -> Self:
+        scope = await self._standing.open()
+        scope.start(self._drive(), name="rounds")
+        scope.start_soon(self.context.watch_stalls(), name="watch stalls")
+        if self._find is not None:
+            scope.start_soon(self._meet(), name="meet other forks")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._standing.close()
+
+    # --- from round to round ---
+
+    async def _drive(self) -> None:
+        while not self.has_left:
+            if not self.is_member:
+                await self._join()
+            previous = (self.state.fork, self.state.round, self.state.name)
+            round_ = self.round = SwarmRound(self.context, self.members, previous, self._tenure)
+            self._changed.fire()
+            commit = await self._play(round_)
+            if commit is None:
+                self._leave_round(round_)
+            else:
+                self._apply(commit, round_.held, round_.me)
+
+    async def _play(self, round_: SwarmRound) -> Commit | None:
+        """Lives through a round; None where this member must go on in a fork, or join anew."""
+        commit = None
+        async with Scope(f"round {round_.number}") as scope:
+            try:
+                while (commit := await round_.play(scope)) is None:
+                    if await self._forks.propose(round_):
+                        break
+                if commit is not None and not await self._hold(commit, round_.held, round_.members):
+                    commit = None
+            except LimitExceeded as error:
+                log.warning("%s", error)
+            scope.cancel()
+        return commit
+
+    async def _hold(
+        self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], members: Sequence[SwarmMember]
+    ) -> bool:
+        """Has all parts of a commit; False where nobody gives them any more."""
+        asked = list(dict.fromkeys([*members, *commit.members]))
+        fetching = fetch_parts(self._call, self.context.me, asked, commit, held)
+        outcome = await fanout([fetching], Deadline.after(_HOLD_S * self.settings.patience))
+        return not isinstance(outcome[0], Exception)
+
+    def _leave_round(self, round_: SwarmRound) -> None:
+        """Goes on under another name, or as another member that joins."""
+        begun, self._forks.begun = self._forks.begun, None
+        if round_.plan is None:
+            self.ledger.take_back()  # nothing of it was sent
+        else:
+            self.ledger.give_up(f"the outcome of round {round_.number} is not known")
+        if begun is not None:
+            self._finished.clear()
+            self.state.branch(begun[0])
+            self.members, self._tenure = begun[1], 1
+        else:
+            self._become_another()
+
+    def _become_another(self) -> None:
+        """Is another member from now on: the old one never votes again."""
+        self.context.me = self._new_member()
+        self._contacts = [member.peer for member in self.members] or self._contacts
+        self.members = ()
+
+    def _apply(self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], place: int) -> None:
+        average = assemble(commit.plan, commit.parts, held) if commit.kind == STEP and commit.plan else None
+        self.state.apply(commit, average)
+        self.ledger.settle(commit, place)
+        self.history.append((commit.fork, commit.round, self.state.name))
+        self.num_commits += 1
+        self._finished[commit.round] = _Finished(commit, held)
+        self.members, self._tenure = commit.members, commit.tenure
+        if commit.should_pin:
+            self._pin()
+        self._forget()
+        context = self.context
+        context.is_ready = False
+        listed = commit.members
+        context.presence = {member: one for member, one in context.presence.items() if member in listed}
+        context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
+        if commit.kind == END:
+            context.end = None
+            self._contacts = [member.peer for member in commit.winner_members]
+            self.members = commit.winner_members
+            self._become_another()
+        elif context.me not in commit.members and place >= 0:
+            self.has_left = context.is_leaving
+            if not self.has_left:
+                self._become_another()
+        self._changed.fire()
+
+    def _pin(self) -> None:
+        """Keeps the state as it is now for those who join."""
+        if self._pinned is not None:
+            self._donor.drop(self._pinned[1])
+        held = HeldState(self.state.snapshot())
+        self._donor.hold(held)
+        self._pinned = (self.state.round, held.name)
+        self.context.wants_pin = False
+
+    def _forget(self) -> None:
+        """Drops rounds that nobody can need any more, and a pinned state that is too old."""
+        number = self.state.round
+        if self._pinned is not None and number - self._pinned[0] > NUM_SINCE_PIN:
+            self._donor.drop(self._pinned[1])
+            self._pinned = None
+        first = number - NUM_KEPT
+        if self._pinned is not None:
+            first = min(first, self._pinned[0])
+        self._finished = {key: one for key, one in self._finished.items() if key >= first}
+
+    def _wake(self) -> None:
+        if self.round is not None:
+            self.round.wake()
+
+    def _new_member(self) -> SwarmMember:
+        number = self.choice.getrandbits(62)
+        return SwarmMember(self._id_bytes, number, self._address.host, self._address.port)
+
+    # --- joining ---
+
+    async def _join(self) -> None:
+        """Becomes a member: takes the state from several donors, catches up, and waits to be listed."""
+        while not self.is_member:
+            found = await self._look_around()
+            if found is None:
+                if self._may_found and not self.num_commits:
+                    self._found()
+                    return
+                await asyncio.sleep(_JOIN_TICK_S)
+                continue
+            with contextlib.suppress(ShoalError):
+                await self._come_closer(found)
+            if not self.is_member:
+                await self._changed.wait(_JOIN_TICK_S)
+        self.ledger.reconcile(self.state.descends_from)
+
+    def _found(self) -> None:
+        """Begins a run with this member alone."""
+        me = self.context.me
+        fact = msgspec.msgpack.encode((self.run, me))
+        self.state = CommittedState(
+            self.state.parameters, self.state.optimizer, hashlib.sha256(fact).digest()
+        )
+        self._forks = ForkKeeper(self.run, self.context, self.state, self._call_peer)
+        self.members, self._tenure = (me,), 1
+
+    async def _look_around(self) -> JoinReply | None:
+        """Asks three peers where the run is, and believes the one that is furthest; None where nobody
+        answers.
+        """
+        peers = list(self._contacts)
+        if self._find is not None:
+            peers += await self._find()
+        peers = [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
+        calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers]
+        answers = await fanout(
+            calls, Deadline.after(2 * _ASK_S), is_enough=lambda done: len(_replies(done)) >= 3
+        )
+        replies = [reply for reply in _replies(answers) if reply.run == self.run]
+        return max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
+
+    async def _come_closer(self, found: JoinReply) -> None:
+        """Takes the run's state where it must, applies the commits since, and asks to be listed."""
+        state = self.state
+        asked = [member for member in found.members if member.is_reachable]
+        is_near = state.fork == found.fork and found.round - state.round <= NUM_KEPT
+        if not is_near and not (state.fork == found.fork and 0 <= found.pinned_round <= state.round):
+            if found.pinned_round < 0:
+                await self._tell(asked, JoinRunRequest(self.run, self.context.me, found.fork, -1))
+                return
+            await self._take_state(found, [member.peer for member in asked])
+        for commit in await self._commits_since(asked):
+            held: dict[tuple[int, bytes], HeldPart] = {}
+            if commit.kind == END or not await self._hold(commit, held, asked):
+                return
+            self._apply(commit, held, -1)
+            if self.is_member:
+                return
+        await self._tell(asked, JoinRunRequest(self.run, self.context.me, state.fork, state.round))
+
+    async def _take_state(self, found: JoinReply, peers: Sequence[Peer]) -> None:
+        """Takes the pinned state from up to eight that hold it, leaf by leaf, and holds it for others."""
+        calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers[:MAX_ASKED]]
+        answers = await fanout(calls, Deadline.after(2 * _ASK_S))
+        names = [
+            reply.pinned_state
+            for reply in _replies(answers)
+            if reply.fork == found.fork and reply.pinned_state
+        ]
+        # what most of them hold: one that lies about the state's name is in the minority
+        name = max(dict.fromkeys(names), key=names.count, default=found.pinned_state)
+        pairs = zip(peers, answers, strict=False)
+        donors = [peer for peer, answer in pairs if _pinned_state(answer) == name]
+        taker = self._taker
+        if taker is None or taker[0] != name:  # what has come stays, whoever gave it
+            taker = self._taker = (name, StateTaker(self._transport, name))
+        try:
+            taken = await taker[1].take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
+        finally:
+            self.blamed.update(taker[1].blamed)
+        self._taker = None
+        self.state.restore(taken)
+        self._finished.clear()
+        self._pin()
+
+    async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
+        """Fetches the commits that this member has not applied, from the first that answers."""
+        request = CommitsRequest(self.state.fork, self.state.round)
+        for member in members:
+            with contextlib.suppress(ShoalError):
+                found: list[Commit] = await self._call_peer(member.peer, COMMITS, request, _ASK_S)
+                return found
+        return []
+
+    async def _tell(self, members: Sequence[SwarmMember], request: JoinRunRequest) -> None:
+        """Tells the first members in the order, the coordinator among them."""
+        calls = [self._call_peer(member.peer, JOIN, request, _ASK_S) for member in members[:3]]
+        await fanout(calls, Deadline.after(_ASK_S))
+
+    async def _meet(self) -> None:
+        """Looks for other forks of the run while this member coordinates."""
+        assert self._find is not None
+        while True:
+            await asyncio.sleep(MEET_S)
+            if self.is_member and self.members[0] == self.context.me:
+                with contextlib.suppress(ShoalError):
+                    await self._forks.meet(await self._find(), self.members)
+                self._wake()
+
+    # --- calls ---
+
+    async def _call(
+        self, member: SwarmMember, method: str, payload: Any, buffers: Sequence[Any], wait_s: float
+    ) -> Reply:
+        """Calls a member; this one itself without a network."""
+        if member == self.context.me:
+            answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
+            return answer if isinstance(answer, Reply) else Reply(answer)
+        reply = await self._transport.call(
+            member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01))
+        )
+        kind = _REPLIES.get(method)
+        return reply if kind is None else Reply(_read(reply.payload, kind), reply.buffers)
+
+    async def _call_peer(self, peer: Peer, method: str, payload: Any, wait_s: float) -> Any:
+        reply = await self._transport.call(peer, method, payload, deadline=Deadline.after(wait_s))
+        return _read(reply.payload, _REPLIES[method])
+
+    # --- answers ---
+
+    def _answering(self, handler: Callable[[Any, Sequence[memoryview]], Awaitable[Any]]) -> Any:
+        async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
+            self._check_sender(head)
+            answer = await handler(head.payload, buffers)
+            return answer if isinstance(answer, Reply) else Reply(answer)
+
+        return serve
+
+    def _check_sender(self, head: Head) -> None:
+        """PeerRefused for a message in another's name: members speak for themselves."""
+        message = head.payload
+        claimed = getattr(message, "member", None)
+        round_ = self.round
+        if isinstance(message, PartMessage) and round_ is not None and round_.number == message.round:
+            claimed = next(iter(round_.members[message.contributor :][:1]), None)
+        if claimed is not None and head.peer.id is not None and head.peer.id.digest != claimed.id_bytes:
+            raise PeerRefused("A member speaks for itself alone.")
+
+    async def _round_of(self, fork: bytes, number: int) -> SwarmRound:
+        """Gives the round that a message is about; PeerBusy when this member is not there soon."""
+        until = Deadline.after(_ROUND_S)
+        while not until.is_past:
+            round_ = self.round
+            if round_ is not None and round_.fork == fork and round_.number == number:
+                return round_
+            if self.state.fork == fork and self.state.round > number:
+                break
+            await self._changed.wait(until.remaining_s)
+        raise PeerBusy(f"This member is not in round {number}.")
+
+    async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
+        is_ours = request.fork == self.state.fork
+        if is_ours and request.round < self.state.round:
+            finished = self._finished.get(request.round)
+            return RoundStatus(decision=finished.commit) if finished else RoundStatus(problem="too old")
+        if not is_ours and self.state.descends_from(request.fork, request.round + 1):
+            return RoundStatus(problem="too old")
+        try:
+            round_ = await self._round_of(request.fork, request.round)
+        except PeerBusy:
+            return RoundStatus(problem="not there yet")
+        return await round_.serve_follow(request)
+
+    async def _serve_part(self, message: PartMessage, buffers: Sequence[memoryview]) -> None:
+        round_ = await self._round_of(message.fork, message.round)
+        until = Deadline.after(_ROUND_S)
+        while round_.reduction is None and not until.is_past:
+            await round_.wait_changed(until.remaining_s)
+        if round_.reduction is None:
+            raise PeerBusy("This member has no plan yet.")
+        round_.reduction.receive(message, buffers)
+
+    async def _serve_take(self, request: TakeRequest, buffers: Sequence[memoryview]) -> Reply:
+        finished = self._finished.get(request.round) if request.fork == self.state.fork else None
+        if finished is not None or request.digest:
+            held = finished.held if finished else {}
+            round_ = self.round
+            if round_ is not None and (round_.fork, round_.number) == (request.fork, request.round):
+                held = round_.held
+            found = held.get((request.part, request.digest))
+            if found is None:
+                raise PeerBusy("This member does not hold that part.")
+            return found.reply
+        round_ = await self._round_of(request.fork, request.round)
+        if round_.reduction is None:
+            raise PeerBusy("This member has no plan yet.")
+        return await round_.reduction.serve_take(request.part, request.attempt)
+
+    async def _serve_join(self, request: JoinRunRequest, buffers: Sequence[memoryview]) -> JoinReply:
+        if request.run != self.run or not self.is_member:
+            raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
+        if request.member is not None and request.fork == self.state.fork:
+            if request.round >= 0:
+                now_s = self.context.now_s()
+                self.context.joiners[request.member] = (now_s, request.round)
+            elif self._pinned is None:
+                self.context.wants_pin = True
+            self._wake()
+        number, name = self._pinned or (-1, "")
+        return JoinReply(
+            self.run, self.state.fork, self.state.round, self.members, self.state.num_samples, number, name
+        )
+
+    async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
+        if request.fork != self.state.fork:
+            raise PeerRefused("This member is in another fork.")
+        numbers = range(request.round, self.state.round)
+        if any(number not in self._finished for number in numbers):
+            raise PeerRefused("This member does not keep commits that old.")
+        return [self._finished[number].commit for number in numbers]
+
+    async def _serve_fork(self, request: ForkRequest, buffers: Sequence[memoryview]) -> bool:
+        if self.round is None or not self.is_member:
+            return False
+        return self._forks.serve_fork(request, self.round, self.context.now_s())
+
+    async def _serve_meet(self, request: MeetRequest, buffers: Sequence[memoryview]) -> MeetReply:
+        if not self.is_member:
+            raise PeerRefused("This peer is no member of a run.")
+        return self._forks.serve_meet(request, self.members, self.context.now_s())
+
+
+def _read(payload: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(payload, kind)
+    except msgspec.ValidationError as error:
+        raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+def _pinned_state(answer: Any) -> str:
+    return answer.pinned_state if isinstance(answer, JoinReply) else ""
+
+
+def _replies(answers: Sequence[Any]) -> list[JoinReply]:
+    return [answer for answer in answers if isinstance(answer, JoinReply)]
+
+
+def _id_of(address: Address) -> Any:
+    from shoal.core import PeerId
+
+    return PeerId.of_public_key(hashlib.sha256(str(address).encode()).digest())

@@ -1,0 +1,307 @@
+"""What the members of a run say to each other, and the commits that change what they share.
+
+Every message is a call from a member to another one; nobody needs to be dialed but those who stand in the
+order, so a member behind a router takes part fully. All requests can come twice, late or never: what they say
+(a promise, a vote, a registration) stays true.
+
+    swarm.follow   to the owner of a ballot: my promise, my vote, my registration; answered with what is new
+    swarm.part     to a reducer: my values of one part
+    swarm.take     to a reducer, or to whoever holds it: the average of one part
+    swarm.commits  to any member: the commits after a round
+    swarm.join     to any member: where the run is, and that I want to be listed
+    swarm.fork     to members that are without a quorum as I am
+    swarm.meet     to a member of another fork of the same run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.core import Address, Peer, PeerId
+from shoal.tensors import EncodedMeta
+
+FOLLOW, PART, TAKE, COMMITS = "swarm.follow", "swarm.part", "swarm.take", "swarm.commits"
+JOIN, FORK, MEET = "swarm.join", "swarm.fork", "swarm.meet"
+
+STEP, ABORT, END = "step", "abort", "end"
+"""What a commit does: moves the parameters, leaves them, or ends the fork in favour of another."""
+
+GATHER, REGISTER, REDUCE, COMMIT = "gather", "register", "reduce", "commit"
+"""The stages of a round."""
+
+
+class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A peer with a random number that it drew at its start: a restart is another member."""
+
+    id_bytes: bytes
+    start_number: int
+    host: str
+    port: int
+    is_reachable: bool = True
+    """Whether others can dial it; who cannot be dialed neither coordinates nor reduces."""
+
+    @property
+    def peer(self) -> Peer:
+        """Where it is reached."""
+        return Peer(Address(self.host, self.port), PeerId(self.id_bytes))
+
+    @property
+    def short(self) -> str:
+        """Its name in messages."""
+        return f"{self.id_bytes.hex()[:8]}@{self.host}:{self.port}"
+
+
+class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Who contributes to a round, and who averages which part; numbers are places in the round's list."""
+
+    contributors: tuple[int, ...]
+    samples: tuple[int, ...]
+    """How many samples stand behind each contribution: its weight."""
+    bounds: tuple[int, ...]
+    """Where the parts begin, in elements, and where the last one ends."""
+    reducers: tuple[int, ...]
+    backups: tuple[int, ...]
+    """Who reduces a part once its reducer is lost; -1 for nobody."""
+    reduce_s: float
+    """After so long a reducer averages what has come."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return len(self.reducers)
+
+    def reducer(self, part: int, attempt: int) -> int:
+        """Gives the place of who averages a part at the first or second attempt, -1 for nobody."""
+        return self.reducers[part] if attempt == 1 else self.backups[part]
+
+    def size(self, part: int) -> int:
+        """Gives the number of elements of a part."""
+        return self.bounds[part + 1] - self.bounds[part]
+
+
+class PartResult(msgspec.Struct, frozen=True, array_like=True):
+    """One part of a commit: which attempt's average it is, and who is in it."""
+
+    attempt: int = 0
+    """0: nobody could supply it, and it is zero for all."""
+    digest: bytes = b""
+    bitmap: bytes = b""
+    """A bit for each contributor of the plan."""
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """What a round has decided: its parts, and who is a member of the next one, in order."""
+
+    fork: bytes
+    round: int
+    previous: bytes
+    """The name of the state that it changes."""
+    kind: str
+    members: tuple[SwarmMember, ...]
+    tenure: int = 0
+    """For how many rounds the first member has coordinated."""
+    plan: RoundPlan | None = None
+    parts: tuple[PartResult, ...] = ()
+    should_pin: bool = False
+    """Whether all keep the state that it makes for those who join."""
+    winner: bytes = b""
+    winner_members: tuple[SwarmMember, ...] = ()
+    """For an end: which fork goes on, and whom to ask there."""
+
+    @property
+    def digest(self) -> bytes:
+        """The hash by which votes name it."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+    @property
+    def state_name(self) -> bytes:
+        """The name of the state that it makes: a hash of the previous name and of this commit."""
+        return hashlib.sha256(self.previous + self.digest).digest()
+
+
+class Registration(msgspec.Struct, frozen=True, array_like=True):
+    """What a member brings to a round."""
+
+    samples: int
+    num_elements: int
+    bandwidth: float = 1.0
+    """The smaller of its line's two directions, in any unit that all members share."""
+
+
+class FollowRequest(msgspec.Struct, frozen=True):
+    """What a follower tells the owner of a ballot: facts that stay true."""
+
+    fork: bytes
+    round: int
+    state: bytes
+    member: SwarmMember
+    ballot: int
+    """It takes part in no lower ballot any more: Paxos's promise."""
+    seen: int = -1
+    has_plan: bool = False
+    accepted_ballot: int = -1
+    accepted_digest: bytes = b""
+    accepted: Commit | None = None
+    """The value that it accepted; left out where the owner itself proposed it."""
+    registration: Registration | None = None
+    samples: int = 0
+    is_ready: bool = False
+    is_leaving: bool = False
+
+
+class RoundStatus(msgspec.Struct, frozen=True):
+    """What the owner of a ballot answers."""
+
+    version: int = 0
+    ballot: int = 0
+    """The highest ballot that it knows of."""
+    stage: str = GATHER
+    plan: RoundPlan | None = None
+    lost: tuple[int, ...] = ()
+    """Reducers whose parts are to be sent to their backups."""
+    proposal: Commit | None = None
+    num_accepted: int = 0
+    decision: Commit | None = None
+    has_quorum: bool = False
+    problem: str = ""
+
+
+class PartMessage(msgspec.Struct, frozen=True):
+    """A contributor's values of one part; the encoded values follow as buffers."""
+
+    fork: bytes
+    round: int
+    part: int
+    attempt: int
+    contributor: int
+    meta: EncodedMeta
+
+
+class TakeRequest(msgspec.Struct, frozen=True):
+    """Asks for the average of a part: of an attempt, or just the one with this hash."""
+
+    fork: bytes
+    round: int
+    part: int
+    attempt: int
+    digest: bytes = b""
+
+
+class TakeReply(msgspec.Struct, frozen=True):
+    """The average of a part, whose values follow as buffers; `digest` is empty while it is not ready."""
+
+    digest: bytes = b""
+    bitmap: bytes = b""
+    refused: bytes = b""
+    """Contributors that sent what is not finite."""
+    meta: EncodedMeta | None = None
+
+
+class CommitsRequest(msgspec.Struct, frozen=True):
+    """Asks for the commits of a fork from a round on."""
+
+    fork: bytes
+    round: int
+
+
+class JoinRunRequest(msgspec.Struct, frozen=True):
+    """Asks where a run is; with a member, says that it wants to be listed, and how far it is."""
+
+    run: str
+    member: SwarmMember | None = None
+    fork: bytes = b""
+    round: int = -1
+    """The round that it could take part in; -1 while it has no state."""
+
+
+class JoinReply(msgspec.Struct, frozen=True):
+    """Where a run is."""
+
+    run: str
+    fork: bytes
+    round: int
+    members: tuple[SwarmMember, ...]
+    samples: int
+    pinned_round: int = -1
+    """The round before which the pinned state was made; -1 while there is none."""
+    pinned_state: str = ""
+    """The name by which `StateTaker` takes it."""
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """Asks whether a member is without a quorum too, whether it agrees to a fork, and tells that it has
+    begun.
+    """
+
+    stage: str
+    fork: bytes
+    round: int
+    state: bytes
+    new_fork: bytes = b""
+    members: tuple[SwarmMember, ...] = ()
+
+
+class MeetRequest(msgspec.Struct, frozen=True):
+    """Says how far a fork is, and asks whether it may end in favour of the other one."""
+
+    run: str
+    fork: bytes
+    samples: int
+
+
+class MeetReply(msgspec.Struct, frozen=True):
+    """Agrees or not, and says how far the other fork is."""
+
+    agrees: bool
+    fork: bytes
+    samples: int
+    members: tuple[SwarmMember, ...]
+
+
+class Broadcast:
+    """Wakes everybody who waits, whenever something has changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.num = 0
+
+    def fire(self) -> None:
+        """Wakes all that wait now."""
+        self.num += 1
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for the next change, at most so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        except TimeoutError:
+            return
+
+
+def part_digest(meta: EncodedMeta, bitmap: bytes, buffers: Sequence[Any]) -> bytes:
+    """Computes the hash by which a commit names the average of a part."""
+    found = hashlib.sha256(msgspec.msgpack.encode((meta, bitmap)))
+    for buffer in buffers:
+        found.update(memoryview(buffer).cast("B"))
+    return found.digest()
+
+
+def to_bitmap(places: Sequence[int], num: int) -> bytes:
+    """Makes a bitmap with these bits set."""
+    value = 0
+    for place in places:
+        value |= 1 << place
+    return value.to_bytes(-(-num // 8), "little")
+
+
+def from_bitmap(bitmap: bytes) -> list[int]:
+    """Lists the bits that are set."""
+    value = int.from_bytes(bitmap, "little")
+    return [place for place in range(8 * len(bitmap)) if value >> place & 1]

@@ -1,0 +1,175 @@
+"""Joining and leaving: the state comes whole, from several, and only a commit admits."""
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from shoal.core import Deadline
+from shoal.tensors.transfer import LEAF_BYTES
+from shoal.transport import Reply
+from swarm.swarms import World, gradient, virtual
+from swarm.test_rounds import contribute
+
+
+def test_a_joiner_takes_the_state_of_a_run_in_progress():
+    async def main():
+        async with World() as world:
+            await world.start_all(3)
+            for key in range(4):
+                await contribute(world, key)
+            joiner = await world.start(3, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            await contribute(world, 5)
+            assert len({run.state.fingerprint() for run in world.runs.values()}) == 1
+            assert joiner.state.num_samples == world.runs[0].state.num_samples
+            assert joiner.ledger.num_committed == 5
+            world.check()
+
+    virtual(main())
+
+
+def test_a_joiner_comes_in_while_rounds_go_on():
+    async def main():
+        async with World(target_samples=15) as world:
+            await world.start_all(3)
+
+            async def train(run):
+                key = 0
+                while not run.has_left:
+                    run.add(gradient(key), 5)
+                    key += 1
+                    await asyncio.sleep(0.3)
+
+            tasks = [asyncio.ensure_future(train(run)) for run in world.runs.values()]
+            await asyncio.sleep(5)
+            joiner = await world.start(3, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            tasks.append(asyncio.ensure_future(train(joiner)))
+            await asyncio.sleep(5)
+            for task in tasks:
+                task.cancel()
+            assert joiner.ledger.num_committed > 0
+            world.check()
+
+    virtual(main())
+
+
+def test_the_state_comes_from_several_donors_and_a_liar_is_named():
+    async def main():
+        async with World(num_elements=LEAF_BYTES // 4) as world:
+            await world.start_all(3)
+            first = world.runs[0].members[0].host  # the first of those who are asked
+            liar = world.runs[int(first[1:])]._transport  # it answers with wrong bytes from now on
+
+            def lie(head, buffers):
+                return Reply(buffers=[b"\x01" * LEAF_BYTES])
+
+            liar.routes.remove("state.leaf")
+            liar.handle("state.leaf", lie, payload_type=tuple[str, int])
+            joiner = await world.start(5, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            assert [peer.address.host for peer in joiner.blamed] == [first]
+            assert joiner.state.fingerprint() == world.runs[0].state.fingerprint()
+            world.check()
+
+    virtual(main())
+
+
+def test_leaving_in_order_is_a_commit():
+    async def main():
+        async with World() as world:
+            await world.start_all(4)
+            coordinator = next(run for run in world.runs.values() if run.members[0] == run.context.me)
+            await coordinator.leave(Deadline.after(30))
+            others = [run for run in world.runs.values() if run is not coordinator]
+            await world.wait(lambda: all(len(run.members) == 3 for run in others))
+            for run in others:
+                run.add(gradient(1), 5)
+            await world.wait(lambda: all(run.state.num_steps == 1 for run in others))
+            world.check()
+
+    virtual(main())
+
+
+def test_the_last_one_leaves():
+    async def main():
+        async with World() as world:
+            run = await world.start(0)
+            await world.wait(lambda: run.is_member)
+            await run.leave(Deadline.after(10))
+            assert run.has_left
+
+    virtual(main())
+
+
+@pytest.mark.parametrize(("away_s", "num_rounds"), [(3.0, 1), (30.0, 3)])
+def test_who_was_away_comes_back(away_s, num_rounds):
+    """Cut off for a moment it is the same member; dropped by a commit it comes back as another one."""
+
+    async def main():
+        async with World(target_samples=5, minority_after_s=1000) as world:
+            await world.start_all(4)
+            gone = world.runs[3]
+            world.fault = lambda message, number, method: "lost" if number == 3 else None
+            number_before = gone.context.me.start_number
+            for key in range(num_rounds):
+                for number in range(3):
+                    world.runs[number].add(gradient(key), 5)
+                await asyncio.sleep(away_s / num_rounds)
+            world.fault = None
+            await world.wait(lambda: gone.is_member and gone.state.name == world.runs[0].state.name, 200)
+            assert (gone.context.me.start_number != number_before) == (away_s > 10)
+            await contribute(world, 9)
+            assert len({run.state.fingerprint() for run in world.runs.values()}) == 1
+            world.check()
+
+    virtual(main())
+
+
+def test_a_commit_adds_at_most_as_many_as_it_keeps():
+    async def main():
+        async with World() as world:
+            await world.start(0)
+            for number in range(1, 6):
+                await world.start(number, may_found=False)
+            sizes = []
+            while len(world.runs[0].members) < 6:
+                if not sizes or sizes[-1] != len(world.runs[0].members):
+                    sizes.append(len(world.runs[0].members))
+                await asyncio.sleep(0.01)
+            sizes = [size for size in [*sizes, 6] if size]
+            assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+            world.check()
+
+    virtual(main())
+
+
+def test_another_model_cannot_join():
+    async def main():
+        async with World() as world:
+            await world.start_all(2)
+            world.num_elements = 10
+            joiner = await world.start(2, may_found=False)
+            await asyncio.sleep(20)
+            assert not joiner.is_member
+            assert torch.count_nonzero(joiner.state.parameters) == 0
+
+    virtual(main())
+
+
+def test_a_peer_that_starts_anew_replaces_the_member_it_was():
+    async def main():
+        async with World(target_samples=1000, minority_after_s=1000) as world:
+            await world.start_all(3)
+            old = world.runs[2].context.me
+            world.kill(2)
+            again = await world.start(12, identity=2, may_found=False)
+            await world.wait(lambda: again.is_member)
+            for run in world.alive().values():
+                assert old not in run.members
+                assert len({member.id_bytes for member in run.members}) == len(run.members)
+            world.check()
+
+    virtual(main())
