@@ -19,8 +19,8 @@ from shoal.core import Deadline, LoopThread, PeerLeaving, PeerRefused, RemoteFai
 from shoal.experts import wire
 from shoal.experts.devices import cuda
 from shoal.experts.expert import Expert
-from shoal.experts.server.jobs import InputCache, Job, JobKind
 from shoal.experts.server import server as server_module
+from shoal.experts.server.jobs import InputCache, Job, JobKind
 from shoal.experts.settings import ServerSettings
 
 

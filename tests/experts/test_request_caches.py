@@ -6,8 +6,8 @@ import torch
 from experts.loopback import linear_expert
 from shoal.core import Deadline, PeerRefused
 from shoal.experts import expert as expert_module
-from shoal.experts.server.jobs import BackwardAnswers, InputCache, Job, JobKind
 from shoal.experts.server import jobs as kept_module
+from shoal.experts.server.jobs import BackwardAnswers, InputCache, Job, JobKind
 
 ENTRY = kept_module._ENTRY_BYTES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.dht.blocking import Swarm, connect
 from shoal.dht.node import DHT
+from shoal.dht.presence import announce, present
 from shoal.dht.protocol import Answered
 from shoal.dht.records import Entry, OwnSubkey, Stored, Value, Verdict, reserved
 from shoal.dht.replication import Keeper, Kept
@@ -23,7 +24,9 @@ __all__ = [
     "Swarm",
     "Value",
     "Verdict",
+    "announce",
     "connect",
+    "present",
     "reserved",
     "reserved_key",
 ]

@@ -6,8 +6,8 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import UsageError
+from shoal.dht.presence import announce, present
 from shoal.dht.records import Verdict, reserved
-from shoal.experts.presence import announce, present
 
 
 def infos(found):
