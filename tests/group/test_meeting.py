@@ -15,8 +15,8 @@ from shoal.group.host.meeting import (
     MAX_WORKERS,
     Failed,
     JoinRequest,
+    MeetingWelcome,
     SharedFiles,
-    Welcome,
     _address,
     meet,
     receive,
@@ -46,7 +46,7 @@ def attend(key, rank, size, said=None, timeout_s=5.0):
     with things(rank) as (pipe, shared):
         met = meet(key, said or JoinRequest(rank, size, 1000 + rank), pipe, shared, Deadline.after(timeout_s))
         if rank == 0:  # its own are not given back to it: the test wants to keep them
-            met = Welcome(
+            met = MeetingWelcome(
                 met.pids,
                 [os.dup(pipe), *met.pipes[1:]],
                 SharedFiles([os.dup(shared.files[0])], shared.places),
@@ -184,7 +184,7 @@ def test_one_that_speaks_otherwise_is_refused(key, nothing_stays_open):
 
 def test_one_that_ends_instead_of_answering_is_named(key, nothing_stays_open):
     with guest_of(key, JoinRequest(1, 2, 1)) as (guest, host), contextlib.ExitStack() as received:
-        receive(guest, Welcome, received)
+        receive(guest, MeetingWelcome, received)
         guest.close()
         with pytest.raises(PeerLost, match="rank 1 ended while the group was made"):
             host.result()
@@ -208,7 +208,7 @@ def test_a_guest_without_room_for_more_files_names_the_limit(key, nothing_stays_
         guest, _ = host.accept()
         with guest, contextlib.ExitStack() as received:
             _, pipes = receive(guest, JoinRequest, received)
-            send(guest, Welcome([0, 1], [0, 1], SharedFiles([2], [])), pipes)
+            send(guest, MeetingWelcome([0, 1], [0, 1], SharedFiles([2], [])), pipes)
             with pytest.raises(LimitExceeded, match=r"rank 1 (.|\n)*ulimit -n"):
                 joining.result()
 

@@ -1,26 +1,30 @@
-"""Draws that all machines agree on."""
+"""CommonDraws that all machines agree on."""
 
 from collections import Counter
 
-from shoal.topology.graphs import Draws
+from shoal.topology.graphs import CommonDraws
 
 
 def test_the_name_decides():
-    assert Draws("a").shuffled(range(30)) == Draws("a").shuffled(range(30)) != Draws("b").shuffled(range(30))
+    assert (
+        CommonDraws("a").shuffled(range(30))
+        == CommonDraws("a").shuffled(range(30))
+        != CommonDraws("b").shuffled(range(30))
+    )
 
 
 def test_the_numbers_stay_from_release_to_release():
     """Two peers of different versions of Python must draw the same graph."""
-    assert Draws("shoal").shuffled(range(8)) == [0, 6, 2, 4, 1, 5, 7, 3]
+    assert CommonDraws("shoal").shuffled(range(8)) == [0, 6, 2, 4, 1, 5, 7, 3]
 
 
 def test_below_is_uniform():
-    draws = Draws("die")
+    draws = CommonDraws("die")
     counts = Counter(draws.below(6) for _ in range(6000))
     assert sorted(counts) == list(range(6))
     assert all(800 < count < 1200 for count in counts.values())
 
 
 def test_shuffling_keeps_the_items():
-    assert sorted(Draws("x").shuffled([3, 1, 2])) == [1, 2, 3]
-    assert Draws("x").shuffled([]) == []
+    assert sorted(CommonDraws("x").shuffled([3, 1, 2])) == [1, 2, 3]
+    assert CommonDraws("x").shuffled([]) == []

@@ -112,7 +112,7 @@ async def find_records(
     return found, lookups
 
 
-class Progress(enum.IntEnum):
+class AskState(enum.IntEnum):
     """How far a key has come with a peer."""
 
     ASKED = 1
@@ -149,7 +149,7 @@ class Lookup:
         self.num_asked = 0
         """Peers that were asked and have not answered, the slow ones not counted."""
         # the following are by the packed contact
-        self._progress: dict[bytes, Progress] = {}
+        self._progress: dict[bytes, AskState] = {}
         self._depths: dict[bytes, int] = {}
         self._reaches: dict[bytes, int] = {}  # how near the peers were that each was last asked for
         self._absent: dict[bytes, None] = {}
@@ -188,9 +188,9 @@ class Lookup:
             return []
         if self.has_more_at is not None:
             progress = self._progress.get(self.has_more_at.packed)
-            if progress is Progress.ANSWERED:
+            if progress is AskState.ANSWERED:
                 return [self.has_more_at] if self.num_asked == 0 else []
-            if progress is Progress.ASKED:
+            if progress is AskState.ASKED:
                 return []
             self._restart_pages()
         if not self._has_answer:
@@ -199,23 +199,23 @@ class Lookup:
         num_answered = num_open = 0
         for _, contact in self.near:
             progress = self._progress.get(contact.packed)
-            if progress is Progress.ANSWERED:
+            if progress is AskState.ANSWERED:
                 num_answered += 1
             elif progress is None and self.num_asked + len(chosen) < parallel:
                 chosen.append(contact)
-            if progress is not Progress.SLOW:
+            if progress is not AskState.SLOW:
                 num_open += 1
             if num_open >= self.width:
                 break
         if not chosen and self.num_asked == 0:
             chosen = self._told_too_little()
-            has_slow = any(progress is Progress.SLOW for progress in self._progress.values())
+            has_slow = any(progress is AskState.SLOW for progress in self._progress.values())
             self.is_done = not chosen and (num_answered >= self.width or not has_slow)
         return chosen
 
     def _told_too_little(self) -> list[Contact]:
         """Those that were asked only for peers nearer than some that have turned out not to answer."""
-        answered = [entry for entry in self.near if self._progress.get(entry[1].packed) is Progress.ANSWERED]
+        answered = [entry for entry in self.near if self._progress.get(entry[1].packed) is AskState.ANSWERED]
         counted = answered[: self.width]
         if not counted:
             return []
@@ -260,33 +260,33 @@ class Lookup:
     @property
     def has_silent(self) -> bool:
         """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
-        return any(progress in (Progress.SLOW, Progress.FAILED) for progress in self._progress.values())
+        return any(progress in (AskState.SLOW, AskState.FAILED) for progress in self._progress.values())
 
     def answered(self) -> list[Contact]:
         """Those that have answered, nearest first."""
         progress = self._progress
-        return [contact for _, contact in self.near if progress.get(contact.packed) is Progress.ANSWERED]
+        return [contact for _, contact in self.near if progress.get(contact.packed) is AskState.ANSWERED]
 
     def is_slow(self, contact: Contact) -> bool:
         """Whether it was asked and has not answered in good time."""
-        return self._progress.get(contact.packed) is Progress.SLOW
+        return self._progress.get(contact.packed) is AskState.SLOW
 
     def on_asked(self, contact: Contact) -> None:
         """A request is on its way."""
-        self._progress[contact.packed] = Progress.ASKED
+        self._progress[contact.packed] = AskState.ASKED
         self.num_asked += 1
 
     def on_slow(self, contact: Contact) -> None:
         """It has not answered in good time, and is not counted on any more."""
-        if self._progress.get(contact.packed) is Progress.ASKED:
-            self._progress[contact.packed] = Progress.SLOW
+        if self._progress.get(contact.packed) is AskState.ASKED:
+            self._progress[contact.packed] = AskState.SLOW
             self.num_asked -= 1
 
     def on_failed(self, contact: Contact) -> None:
         """It will not answer: it leaves the list of the nearest."""
-        if self._progress.get(contact.packed) is Progress.ASKED:
+        if self._progress.get(contact.packed) is AskState.ASKED:
             self.num_asked -= 1
-        self._progress[contact.packed] = Progress.FAILED
+        self._progress[contact.packed] = AskState.FAILED
         if self.has_more_at is contact:
             self._restart_pages()
         entry = (contact.number ^ self.number, contact)
@@ -295,9 +295,9 @@ class Lookup:
 
     def on_answered(self, contact: Contact, finding: Finding, near: Sequence[Contact]) -> None:
         """It has answered; `near` are the peers that it tells of."""
-        if self._progress.get(contact.packed) is Progress.ASKED:
+        if self._progress.get(contact.packed) is AskState.ASKED:
             self.num_asked -= 1
-        self._progress[contact.packed] = Progress.ANSWERED
+        self._progress[contact.packed] = AskState.ANSWERED
         self._has_answer = True
         depth = self._depths.get(contact.packed, 0)
         for other in near:
@@ -326,7 +326,7 @@ class Lookup:
         """Peers nearer than the first that had the value, that answered without one."""
         distance = self.replicas[0][0].number ^ self.number
         nearer = itertools.takewhile(lambda entry: entry[0] < distance, self.near)
-        return [contact for _, contact in nearer if self._progress.get(contact.packed) is Progress.ANSWERED]
+        return [contact for _, contact in nearer if self._progress.get(contact.packed) is AskState.ANSWERED]
 
     def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
         """One peer's pages follow each other; what others tell meanwhile, or too late, is left."""
@@ -354,7 +354,7 @@ class Lookup:
         self.coordinates.clear()
         self.after = BEFORE_ALL
         for packed in self._pagers:
-            if self._progress.get(packed) is Progress.ANSWERED:
+            if self._progress.get(packed) is AskState.ANSWERED:
                 del self._progress[packed]
         self._pagers.clear()
 
@@ -366,7 +366,7 @@ class Lookup:
 # --- requests to many peers ---
 
 
-class Request(Generic[T]):
+class SentRequest(Generic[T]):
     """One request on its way, and the keys or records that share it."""
 
     __slots__ = ("contact", "is_slow", "parts")
@@ -386,7 +386,7 @@ class Requests(abc.ABC, Generic[T, U]):
     def __init__(self, protocol: DHTProtocol, name: str) -> None:
         self._protocol = protocol
         self._waiting: dict[Contact, list[T]] = {}  # in the order in which they were first wanted
-        self._sent_at_s: dict[Request[T], float] = {}  # in the order of sending
+        self._sent_at_s: dict[SentRequest[T], float] = {}  # in the order of sending
         self._slow: dict[Contact, list[T]] = {}
         """Peers that are slow to answer, and what would be sent to each if it were not."""
         self._num_open = 0
@@ -404,19 +404,19 @@ class Requests(abc.ABC, Generic[T, U]):
         """Those of the waiting parts that are to be sent now; others may be put back."""
 
     @abc.abstractmethod
-    async def call(self, request: Request[T]) -> U:
+    async def call(self, request: SentRequest[T]) -> U:
         """Send a request, and return the answer."""
 
     @abc.abstractmethod
-    def on_answer(self, request: Request[T], answer: U) -> None:
+    def on_answer(self, request: SentRequest[T], answer: U) -> None:
         """Take in an answer, be it late or not."""
 
     @abc.abstractmethod
-    def on_failed(self, request: Request[T]) -> None:
+    def on_failed(self, request: SentRequest[T]) -> None:
         """Have the parts of a request go elsewhere: the peer does not answer."""
 
     @abc.abstractmethod
-    def on_slow(self, request: Request[T]) -> None:
+    def on_slow(self, request: SentRequest[T]) -> None:
         """Have the parts of a request go on elsewhere: the peer is slow, and may still answer."""
 
     async def run(self, parts: Sequence[T], deadline: Deadline) -> None:
@@ -461,12 +461,12 @@ class Requests(abc.ABC, Generic[T, U]):
             contact = next(iter(self._waiting))
             parts = self.take(contact, self._waiting.pop(contact))
             if parts:
-                request = Request(contact, parts)
+                request = SentRequest(contact, parts)
                 self._sent_at_s[request] = self._loop.time()
                 self._watch()
                 self._scope.start(self._send(request), name="dht request")
 
-    async def _send(self, request: Request[T]) -> None:
+    async def _send(self, request: SentRequest[T]) -> None:
         try:
             answer = await self.call(request)
         except ShoalError:
@@ -534,12 +534,12 @@ class Search(Requests[Lookup, Found]):
             self._waiting[contact] = rest
         return taken
 
-    async def call(self, request: Request[Lookup]) -> Found:
+    async def call(self, request: SentRequest[Lookup]) -> Found:
         """Ask a peer for keys."""
         wants = [lookup.want(request.contact) for lookup in request.parts]
         return await self._protocol.call_find(request.contact, wants)
 
-    def on_answer(self, request: Request[Lookup], answer: Found) -> None:
+    def on_answer(self, request: SentRequest[Lookup], answer: Found) -> None:
         """Take in what a peer has and whom it tells of; what it is not believed was not said."""
         contact = request.contact
         contacts = self._protocol.read_contacts(answer.contacts, contact.peer.address)
@@ -562,12 +562,12 @@ class Search(Requests[Lookup, Found]):
         else:
             self.advance(lookup)
 
-    def on_failed(self, request: Request[Lookup]) -> None:
+    def on_failed(self, request: SentRequest[Lookup]) -> None:
         """Leave the peer out, also for the keys that would have asked it."""
         self._fail(request.contact, request.parts)
         self._fail(request.contact, self._slow.pop(request.contact, ()))
 
-    def on_slow(self, request: Request[Lookup]) -> None:
+    def on_slow(self, request: SentRequest[Lookup]) -> None:
         """Ask others beside a peer that is slow."""
         self._go_on_without(request.contact, request.parts)
 

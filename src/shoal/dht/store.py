@@ -15,7 +15,7 @@ from shoal.core import Deadline, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import PLAIN, Entry, Slot, Stored, Verdict, encode_subkey, encode_value, key_of
-from shoal.dht.search import Lookup, Request, Requests, look_up
+from shoal.dht.search import Lookup, Requests, SentRequest, look_up
 from shoal.dht.validation import sign_many
 from shoal.dht.wire import (
     ITEM_BYTES,
@@ -226,12 +226,12 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             self._waiting[contact] = waiting[len(taken) :]
         return taken
 
-    async def call(self, request: Request[PendingStore]) -> StoreAnswer:
+    async def call(self, request: SentRequest[PendingStore]) -> StoreAnswer:
         """Send slots to one peer."""
         items = [part.item_for(self._num_replicas) for part in request.parts]
         return await self._protocol.call_store(request.contact, items)
 
-    def on_answer(self, request: Request[PendingStore], answer: StoreAnswer) -> None:
+    def on_answer(self, request: SentRequest[PendingStore], answer: StoreAnswer) -> None:
         """Take in the verdicts, and the peers that should have the slots as well."""
         codes = iter(answer.verdicts)
         nearer = self._protocol.read_contacts(answer.contacts, request.contact.peer.address)
@@ -244,7 +244,7 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             self._end(part, request)
         self._slow.pop(request.contact, None)
 
-    def on_failed(self, request: Request[PendingStore]) -> None:
+    def on_failed(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots, unless that was begun when this one was slow."""
         for part in request.parts:
             if not request.is_slow:
@@ -252,7 +252,7 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             self._end(part, request)
         self._slow.pop(request.contact, None)
 
-    def on_slow(self, request: Request[PendingStore]) -> None:
+    def on_slow(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots."""
         for part in request.parts:
             part.num_open -= 1
@@ -260,7 +260,7 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             part.on_gone(request.contact)
             self.advance(part)
 
-    def _end(self, part: PendingStore, request: Request[PendingStore]) -> None:
+    def _end(self, part: PendingStore, request: SentRequest[PendingStore]) -> None:
         """The peer is not waited for any more."""
         if request.is_slow:
             part.num_slow -= 1

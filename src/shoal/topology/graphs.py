@@ -32,7 +32,7 @@ from shoal.topology.plan import (
 from shoal.topology.properties import is_connected
 
 
-class Draws:
+class CommonDraws:
     """A stream of draws that its name alone decides.
 
     It builds on `random.Random.random` only, the one method whose numbers Python promises to keep.
@@ -151,7 +151,7 @@ def random_regular(size: int, degree: int = 4, seed: int = 0) -> Topology:
     ]
     if degree % 2:
         edges += [(rank, rank + size // 2) for rank in range(size // 2)]
-    draws = Draws(f"random-regular/{size}/{degree}/{seed}")
+    draws = CommonDraws(f"random-regular/{size}/{degree}/{seed}")
     adjacency = _rewired(edges, size, draws)
     while not is_connected(adjacency):
         adjacency = _rewired(edges, size, draws)
@@ -199,7 +199,7 @@ def _grid(rows: int, columns: int, *, is_closed: bool) -> npt.NDArray[np.bool_]:
     return adjacency
 
 
-def _rewired(edges: list[tuple[int, int]], size: int, draws: Draws) -> npt.NDArray[np.bool_]:
+def _rewired(edges: list[tuple[int, int]], size: int, draws: CommonDraws) -> npt.NDArray[np.bool_]:
     """Swap the ends of pairs of edges, which keeps every degree, in `edges` itself."""
     adjacency = np.zeros((size, size), dtype=bool)
     for a, b in edges:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from shoal.core.errors import UsageError
-from shoal.topology.graphs import Draws, powers
+from shoal.topology.graphs import CommonDraws, powers
 from shoal.topology.plan import Topology, Turn, check_size, circulant_turn, matrix_turn, uniform_turn
 from shoal.topology.properties import is_regular
 from shoal.topology.weights import sources_from_destinations
@@ -59,7 +59,7 @@ def random_matching(size: int, seed: int = 0, period: int = 256) -> Topology:
         raise UsageError(f"a schedule cannot repeat after {period} turns.", next_step="give 1 or more.")
 
     def rule(turn: int) -> Turn:
-        order = Draws(f"random-matching/{size}/{seed}/{turn}").shuffled(range(size))
+        order = CommonDraws(f"random-matching/{size}/{seed}/{turn}").shuffled(range(size))
         partners: list[list[int]] = [[] for _ in range(size)]
         for one, other in zip(order[::2], order[1::2], strict=False):
             partners[one], partners[other] = [other], [one]

@@ -12,9 +12,9 @@ from shoal.transport.datagrams.wire import (
     PREFIX,
     TAG_BYTES,
     Answer,
+    AnswerPart,
     Cancel,
     Failure,
-    Part,
     Request,
     UnreadablePacket,
     Working,
@@ -78,7 +78,7 @@ def test_parts_make_up_the_answer():
     told = [(part.id, part.digest, part.index, part.num_parts) for part in parts]
     assert told == [(4, parts[0].digest, index, MAX_PARTS) for index in range(8)]
     assert cut(4, answer[:-1] + b"y")[0] != cut(4, answer)[0]
-    assert all(isinstance(part, Part) and len(part.data) <= PART_BYTES for part in parts)
+    assert all(isinstance(part, AnswerPart) and len(part.data) <= PART_BYTES for part in parts)
     assert all(len(part) <= MAX_FRAME_BYTES for part in cut(2**63, answer))
     assert isinstance(decode_answer(b"".join(part.data for part in parts)), Answer)
 

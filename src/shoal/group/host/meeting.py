@@ -69,7 +69,7 @@ class SharedFiles(msgspec.Struct, frozen=True):
     places: list[MemoryRange]
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class MeetingWelcome(msgspec.Struct, frozen=True, tag=True):
     """All workers, in rank order, and what they share."""
 
     pids: list[int]
@@ -128,7 +128,7 @@ def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) ->
 
 def meet(
     key: str, request: JoinRequest, pipe: int, shared: SharedFiles | None, deadline: Deadline
-) -> Welcome:
+) -> MeetingWelcome:
     """Waits for all workers that share `key`, with a line every ten seconds; rank 0 gives what all share.
 
     DeadlineExceeded names who has not come, PeerLost who came and ended.
@@ -211,7 +211,7 @@ class _Wait:
 
 def _gather(
     listener: socket.socket, request: JoinRequest, pipe: int, shared: SharedFiles, wait: _Wait
-) -> Welcome:
+) -> MeetingWelcome:
     """Waits at rank 0 until everybody has come, and gives everybody everything; tells them when it fails."""
     size, pids, pipes = request.size, {0: request.pid}, {0: pipe}
     workers: dict[int, socket.socket] = {}
@@ -234,7 +234,7 @@ def _gather(
                     received.callback(os.close, descriptor)
                     pids[said.rank], pipes[said.rank] = said.pid, descriptor
             ranks = range(size)
-            met = Welcome([pids[rank] for rank in ranks], [pipes[rank] for rank in ranks], shared)
+            met = MeetingWelcome([pids[rank] for rank in ranks], [pipes[rank] for rank in ranks], shared)
             for rank, worker in workers.items():  # one after the other: the kernel limits what is on its way
                 _hand_over(worker, rank, met, wait)
         except ShoalError as error:
@@ -291,7 +291,7 @@ def _refusal(said: JoinRequest, own: JoinRequest, known: Collection[int]) -> str
     return ""
 
 
-def _hand_over(worker: socket.socket, rank: int, met: Welcome, wait: _Wait) -> None:
+def _hand_over(worker: socket.socket, rank: int, met: MeetingWelcome, wait: _Wait) -> None:
     """Gives a worker everything, and waits until it has it."""
     late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
     try:
@@ -303,7 +303,7 @@ def _hand_over(worker: socket.socket, rank: int, met: Welcome, wait: _Wait) -> N
         raise _broken_off(error, 0, rank) from None
 
 
-def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome:
+def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> MeetingWelcome:
     late = DeadlineExceeded(
         f"rank {request.rank} waited for the other workers in vain.",
         next_step="see which rank has not called shoal.init().",
@@ -319,7 +319,7 @@ def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome
 
         try:
             send(host, request, [pipe])
-            met, descriptors = hear(Welcome)
+            met, descriptors = hear(MeetingWelcome)
             if len(descriptors) != request.size + len(met.shared.files):
                 raise _too_few_files(request.rank)
             host.sendall(_ACK)
@@ -329,7 +329,7 @@ def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome
         except (OSError, EOFError) as error:
             raise _broken_off(error, request.rank, 0) from None
         received.pop_all()
-    return Welcome(
+    return MeetingWelcome(
         met.pids, descriptors[: request.size], SharedFiles(descriptors[request.size :], met.shared.places)
     )
 

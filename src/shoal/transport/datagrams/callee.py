@@ -69,7 +69,7 @@ _NEVER = Deadline.never()
 _LATER = "try again later."
 
 
-class ServedCall(msgspec.Struct, eq=False):
+class ServedDatagram(msgspec.Struct, eq=False):
     """One call whose handler runs."""
 
     id: int
@@ -99,7 +99,7 @@ class CalleeSession(Session):
         self.hello_nonce = b""
         self._oldest_open = 0
         """Calls before this one are of no interest to their caller."""
-        self._running: dict[int, ServedCall] = {}
+        self._running: dict[int, ServedDatagram] = {}
 
     @property
     def num_open(self) -> int:
@@ -162,7 +162,7 @@ class CalleeSession(Session):
             later = reply if isinstance(reply, asyncio.Future) else None
             if later is not None or not route.is_plain_function:
                 held_bytes = min(packet_bytes + _HANDLER_BYTES, self.transport.budget.max_bytes)
-                call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
+                call = ServedDatagram(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
                 self._start(route, call, later, frame.timeout_ms)
                 return
             if frame.mode == _ONE_WAY:
@@ -199,7 +199,7 @@ class CalleeSession(Session):
     # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
 
     def _start(
-        self, route: Route, call: ServedCall, later: asyncio.Future[Any] | None, timeout_ms: int
+        self, route: Route, call: ServedDatagram, later: asyncio.Future[Any] | None, timeout_ms: int
     ) -> None:
         """Run a handler as a task, or wait for the reply that it has promised; PeerBusy without room.
 
@@ -226,7 +226,7 @@ class CalleeSession(Session):
         if call.is_one_way:
             self._answer(call.id, call.head.method, None)
 
-    async def _run(self, route: Route, call: ServedCall) -> None:
+    async def _run(self, route: Route, call: ServedDatagram) -> None:
         try:
             reply = await route.serve(call.head, call.buffers)  # type: ignore[misc]
         except asyncio.CancelledError:
@@ -238,17 +238,17 @@ class CalleeSession(Session):
         else:
             self._end(call, reply)
 
-    def _on_done(self, call: ServedCall, later: asyncio.Future[Any]) -> None:
+    def _on_done(self, call: ServedDatagram, later: asyncio.Future[Any]) -> None:
         error = _cancelled() if later.cancelled() else later.exception()
         if error is None or isinstance(error, Exception):
             self._end(call, error or later.result())
 
-    def _expire(self, call: ServedCall) -> None:
+    def _expire(self, call: ServedDatagram) -> None:
         self._end(call, DeadlineExceeded("the deadline passed before the answer was ready."))
         if call.work is not None:
             call.work.cancel()
 
-    def _end(self, call: ServedCall, outcome: Any) -> None:
+    def _end(self, call: ServedDatagram, outcome: Any) -> None:
         """Send what a handler returned or raised, unless nobody waits for it any more."""
         is_error = isinstance(outcome, Exception)
         if (call.is_over or call.is_one_way) and isinstance(outcome, Reply):
@@ -269,12 +269,12 @@ class CalleeSession(Session):
             if call.id < oldest and not call.is_one_way:
                 self._cancel(call)
 
-    def _cancel(self, call: ServedCall) -> None:
+    def _cancel(self, call: ServedDatagram) -> None:
         self._finish(call)
         if call.work is not None:
             call.work.cancel()
 
-    def _finish(self, call: ServedCall) -> None:
+    def _finish(self, call: ServedDatagram) -> None:
         """Free what a call holds."""
         call.is_over = True
         self._running.pop(call.id, None)

@@ -44,11 +44,11 @@ from shoal.transport.datagrams.wire import (
     REFUSED,
     VERSION,
     Answer,
+    AnswerPart,
     Cancel,
     Challenge,
     Failure,
     Goodbye,
-    Part,
     Proof,
     SocketAddress,
     TooLarge,
@@ -93,7 +93,7 @@ class CallerState(enum.Enum):
     CLOSED = 4
 
 
-class PendingCall(msgspec.Struct, eq=False):
+class PendingDatagram(msgspec.Struct, eq=False):
     """One call that has been sent and not yet answered."""
 
     id: int
@@ -159,7 +159,7 @@ class CallerSession(Session):
         self.greeted_at_s = 0.0
         self._greets_at_s = 0.0
         self._next_id = 1
-        self.pending: dict[int, PendingCall] = {}
+        self.pending: dict[int, PendingDatagram] = {}
 
     @property
     def num_open(self) -> int:
@@ -239,7 +239,7 @@ class CallerSession(Session):
 
     def ask(
         self, method: str, rest: bytes, into: Any, deadline: Deadline, expires_at_s: float
-    ) -> PendingCall:
+    ) -> PendingDatagram:
         """Send a request; whoever asks must `end` the call, whatever became of it."""
         transport = self.transport
         loop = transport.loop
@@ -248,7 +248,7 @@ class CallerSession(Session):
         frame = encode_request(call_id, rest)
         now_s = loop.time()
         wait_s = self.round_trips.timeout_s
-        call = PendingCall(
+        call = PendingDatagram(
             call_id, self, method, frame, into, deadline, expires_at_s, loop.create_future(), now_s, wait_s
         )
         self.pending[call_id] = call
@@ -257,7 +257,7 @@ class CallerSession(Session):
         self.used_at_s = now_s
         return call
 
-    def end(self, call: PendingCall) -> None:
+    def end(self, call: PendingDatagram) -> None:
         """Forget a call; one that was not answered is cancelled at the peer."""
         if self.pending.pop(call.id, None) is None:
             return
@@ -272,7 +272,7 @@ class CallerSession(Session):
             self.flush()  # its cancellation
             self.close("its last call has ended.")
 
-    def on_overdue(self, call: PendingCall, now_s: float) -> None:
+    def on_overdue(self, call: PendingDatagram, now_s: float) -> None:
         """No answer has come in time: ask again, or give up at the deadline."""
         if now_s >= call.expires_at_s:
             settle(call.answer, self._late(call, now_s))
@@ -295,7 +295,7 @@ class CallerSession(Session):
         call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.transport.jitter(_JITTER)
         self.transport.timers.set(min(now_s + call.wait_s, call.expires_at_s), call)
 
-    def _leave_window(self, call: PendingCall) -> None:
+    def _leave_window(self, call: PendingDatagram) -> None:
         """Something has come back, or will not: another request may be sent."""
         call.is_in_window = False
         self.transport.window.give_back()
@@ -321,14 +321,14 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is Answer or isinstance(frame, (Failure, Part, Working, TooLarge)):
+            if type(frame) is Answer or isinstance(frame, (Failure, AnswerPart, Working, TooLarge)):
                 self._on_outcome(frame)
             elif type(frame) is Challenge:
                 self._on_challenge(frame)
             elif type(frame) is Goodbye:
                 self.close(frame.reason[:200], frame.code)
 
-    def _on_outcome(self, frame: Answer | Failure | Part | Working | TooLarge) -> None:
+    def _on_outcome(self, frame: Answer | Failure | AnswerPart | Working | TooLarge) -> None:
         call = self.pending.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
@@ -341,7 +341,7 @@ class CallerSession(Session):
             self._settle(call, frame)
         elif isinstance(frame, Failure):
             self._settle(call, frame)
-        elif isinstance(frame, Part):
+        elif isinstance(frame, AnswerPart):
             self._on_part(call, frame)
         elif isinstance(frame, Working):
             call.is_working = True
@@ -351,7 +351,7 @@ class CallerSession(Session):
             call.is_settled = True
             call.answer.set_exception(AskOverStream(frame.size_bytes))
 
-    def _on_part(self, call: PendingCall, frame: Part) -> None:
+    def _on_part(self, call: PendingDatagram, frame: AnswerPart) -> None:
         if not (2 <= frame.num_parts <= MAX_PARTS and 0 <= frame.index < frame.num_parts):
             self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
             return
@@ -366,7 +366,7 @@ class CallerSession(Session):
                 call.is_settled = True
                 call.answer.set_exception(self._unreadable(call, error))
 
-    def _settle(self, call: PendingCall, outcome: Answer | Failure) -> None:
+    def _settle(self, call: PendingDatagram, outcome: Answer | Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
         if isinstance(outcome, Failure):
@@ -383,7 +383,7 @@ class CallerSession(Session):
         else:
             call.answer.set_result(reply)
 
-    def _take_in(self, call: PendingCall, payload: Any, buffers: list[bytes]) -> list[memoryview]:
+    def _take_in(self, call: PendingDatagram, payload: Any, buffers: list[bytes]) -> list[memoryview]:
         sizes = [len(buffer) for buffer in buffers]
         self.transport.limits.check_sizes(sizes)
         given = call.into
@@ -395,7 +395,7 @@ class CallerSession(Session):
         fill_all(views, buffers)
         return views
 
-    def _unreadable(self, call: PendingCall, error: Exception) -> ProtocolError:
+    def _unreadable(self, call: PendingDatagram, error: Exception) -> ProtocolError:
         return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
 
     def _on_challenge(self, frame: Challenge) -> None:
@@ -438,7 +438,7 @@ class CallerSession(Session):
             settle(call.answer, kind(what, peer=self.peer, cause=reason))
         self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
 
-    def _late(self, call: PendingCall, now_s: float) -> DeadlineExceeded:
+    def _late(self, call: PendingDatagram, now_s: float) -> DeadlineExceeded:
         """The error of a call whose time is over."""
         if self.state is CallerState.GREETING or self.heard_at_s is None:
             cause = _SILENCE

@@ -30,7 +30,7 @@ from shoal.transport.datagrams.caller import (
     CallerSession,
     CallerState,
     CallSlots,
-    PendingCall,
+    PendingDatagram,
     Timers,
     no_welcome,
 )
@@ -277,7 +277,7 @@ class DatagramTransport:
         request: tuple[bytes, float],
         deadline: Deadline,
         into: Any,
-    ) -> PendingCall:
+    ) -> PendingDatagram:
         """Send a request as soon as there is a session with a place for it, and a place in the window."""
         peer = target if type(target) is Peer else Peer(target)  # type: ignore[arg-type]
         window = self.window

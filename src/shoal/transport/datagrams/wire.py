@@ -152,7 +152,7 @@ class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
     next_step: str
 
 
-class Part(msgspec.Struct, array_like=True, tag=7, frozen=True):
+class AnswerPart(msgspec.Struct, array_like=True, tag=7, frozen=True):
     """A piece of an Answer that is too large for one datagram; a request may be answered several times."""
 
     id: int
@@ -189,7 +189,7 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
     code: str = ""
 
 
-Frame = Request | Cancel | Proof | Answer | Failure | Part | Working | TooLarge | Challenge | Goodbye
+Frame = Request | Cancel | Proof | Answer | Failure | AnswerPart | Working | TooLarge | Challenge | Goodbye
 
 
 class Frames(msgspec.Struct, array_like=True, frozen=True):
@@ -252,7 +252,7 @@ def decode_answer(content: bytes) -> Answer:
 
 
 def cut(call_id: int, answer: bytes) -> list[bytes]:
-    """The Part frames of an encoded Answer."""
+    """The AnswerPart frames of an encoded Answer."""
     digest = hashlib.blake2b(answer, digest_size=8).digest()
     pieces = [answer[start : start + PART_BYTES] for start in range(0, len(answer), PART_BYTES)]
     return [encode((7, call_id, digest, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
