@@ -199,7 +199,7 @@ class ParameterServer(Strategy):
 
     def _open_channel(self, everybody: Group, session: TrainingSession) -> ServerChannel:
         first_worker = next(rank for rank in everybody.members if rank >= self.group.num_servers)
-        have_served = any(share(everybody, self._has_served))
+        have_served = elastic_of(self.group) is not None and any(share(everybody, self._has_served))
         num_holding = self.group.num_servers if have_served else 0
         is_on_devices = take_first_worker(everybody, first_worker, session, num_holding)
         return ServerChannel(everybody, session, self.options, is_on_devices=is_on_devices)
@@ -383,9 +383,10 @@ def take_first_worker(group: Group, root: int, session: TrainingSession, num_hol
                 f"rank {rank} of workers and servers has another optimizer than rank {first}.",
                 next_step="build the same one, with the same groups of parameters, on all.",
             )
+    is_on_devices = all(flags & 2 for flags, _ in told.values())
     if num_holding:
-        pass
-    elif told[root][0] & 1:
+        return is_on_devices
+    if told[root][0] & 1:
         state = take_state(group, optimizer.state_dict, root)
         if group.rank != root:
             optimizer.load_state_dict(state)
@@ -394,7 +395,7 @@ def take_first_worker(group: Group, root: int, session: TrainingSession, num_hol
         if group.rank != root:
             for mine, theirs in zip(optimizer.param_groups, settings, strict=True):
                 mine.update(theirs)
-    return all(flags & 2 for flags, _ in told.values())
+    return is_on_devices
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
