@@ -21,6 +21,7 @@ class Fake:
     is_alive: bool = True
     pid: int = 7
     host: str = ""
+    word: str = "rank"
 
     def stop(self, now_s=0.0):
         self.stop_signal, self.stopped_s = signal.SIGSTOP, now_s
