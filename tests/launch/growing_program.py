@@ -71,9 +71,9 @@ if group.role == "worker":
 with strategy.attach(model, optimizer) as session:
     session.on_resize(lambda old, new: note(resized=[old, new]))
     while not is_over():
-        epoch = loader.epoch
         for numbers, *batch in loader:
-            before, what = strategy.steps, {"epoch": epoch, "items": numbers.tolist()}
+            # an iteration may go back to what is left of earlier epochs, when the number of workers has changed
+            before, what = strategy.steps, {"epoch": loader.epoch - 1, "items": numbers.tolist()}
             note(taken=True, **what)  # before the backward pass, in which gradients are shared
             optimizer.zero_grad()
             loss_of(*batch).backward()
