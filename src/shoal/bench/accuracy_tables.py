@@ -95,8 +95,7 @@ def summarize_accuracy(report: Report) -> dict[str, Any]:
             split: {name: round(statistics.fmean(points), 2) for name, points in named.items()}
             for split, named in changes.items()
         }
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def headline(report: Report) -> list[str]:

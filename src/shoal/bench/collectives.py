@@ -505,8 +505,7 @@ def summarize_collectives(report: Report) -> dict[str, Any]:
         for via in (GROUP, FOREIGN, PLAIN, TLS)
         if via in by_via
     ]
-    failed = len(report.failed)
-    return {"rows": rows, **({"failed": failed} if failed else {})}
+    return report.with_failed({"rows": rows})
 
 
 def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[str, Any]:

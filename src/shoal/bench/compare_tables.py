@@ -122,8 +122,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
         }
     result[NOT_REACHED] = {name: outcome.why() for name, outcome in outcomes.items() if outcome.reasons}
     result[ENDED_EARLY] = {name: outcome.why_ended() for name, outcome in outcomes.items() if outcome.endings}
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def headline(report: Report) -> list[str]:

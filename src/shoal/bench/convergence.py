@@ -466,8 +466,7 @@ def summarize_convergence(report: Report) -> dict[str, Any]:
         if samples:
             result[metric] = round(statistics.fmean(samples), places)
     result["num_seeds"] = len(_samples(report, ACCURACY))
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def last_accuracies(report: Report, num_last: int) -> list[float]:
@@ -588,7 +587,7 @@ def _curve(report: Report, metric: str) -> Curve | None:
 
 
 def _samples(report: Report, metric: str) -> list[float]:
-    return [sample for row in report.rows if row.metric == metric for sample in row.samples]
+    return [sample for row in report.measured(metric) for sample in row.samples]
 
 
 def _spread(values: Sequence[float], places: int) -> str:

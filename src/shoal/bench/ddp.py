@@ -532,7 +532,7 @@ def encode_ddp(report: Report) -> bytes:
 def summarize_ddp(report: Report) -> dict[str, Any]:
     """The RESULT line: percentiles of each stage by model, and the headline."""
     models: dict[str, Any] = {}
-    for row in _measured_rows(report, SECONDS):
+    for row in report.measured(SECONDS):
         batch_size = int(row.key["batch_size"])
         figures = dict(zip((f"p{q}" for q in PERCENTILES), percentiles(row.samples), strict=True))
         models.setdefault(str(row.key["model"]), {})[str(row.key["label"])] = {
@@ -548,11 +548,11 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
     }
     skews = {
         f"{row.key['model']} {row.key['label']}": round(statistics.median(row.samples), 4)
-        for row in _measured_rows(report, SKEW)
+        for row in report.measured(SKEW)
     }
     if skews:
         result["slowest_over_fastest"] = skews
-    return {**result, "failed": len(report.failed)} if report.failed else result
+    return report.with_failed(result)
 
 
 def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
@@ -569,7 +569,7 @@ def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
 def ddp_items(report: Report) -> Items:
     """The header, then a table for each model, with what is wrong with it under it."""
     items: Items = [*header_lines(report), ""]
-    for row in _measured_rows(report, ALIKE):
+    for row in report.measured(ALIKE):
         if min(row.samples) < 1:
             text = f"Warning: {row.key['host']} differs from the first machine: {row.key['differs_in']}."
             items += [(text, "yellow"), ""]
@@ -595,7 +595,7 @@ def header_lines(report: Report) -> Iterator[str]:
     """Versions, what was measured with, and how the machines are built."""
     config, environment = report.config, report.environment
     versions = environment.get("versions", {})
-    num_others = len(_measured_rows(report, ALIKE))
+    num_others = len(report.measured(ALIKE))
     yield from ("-" * len(_TITLE), _TITLE, "-" * len(_TITLE), "")
     yield f"* Shoal version: {report.code}"
     yield f"* PyTorch version: {versions.get('torch', 'unknown')}"
@@ -637,8 +637,8 @@ def _skew_lines(report: Report, model: object) -> Items:
     """One for each stage in which ranks were not equally fast."""
     items: Items = []
     num_iters = int(report.config["num_iters"])
-    seconds = {row.key["label"]: row for row in _measured_rows(report, SECONDS) if row.key["model"] == model}
-    for row in _measured_rows(report, SKEW):
+    seconds = {row.key["label"]: row for row in report.measured(SECONDS) if row.key["model"] == model}
+    for row in report.measured(SKEW):
         if row.key["model"] == model and (factor := statistics.median(row.samples)) >= NOTABLE_SKEW:
             label = row.key["label"]
             slowest = slowest_rank(seconds[label], num_iters)
@@ -656,7 +656,3 @@ def slowest_rank(row: Row, num_iters: int) -> int:
         for index, time_s in enumerate(start):
             times_s.setdefault(index // num_iters, []).append(time_s)
     return max(times_s, key=lambda rank: statistics.median(times_s[rank]))
-
-
-def _measured_rows(report: Report, metric: str) -> list[Row]:
-    return [row for row in report.rows if row.metric == metric and row.starts]

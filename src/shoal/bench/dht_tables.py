@@ -48,8 +48,7 @@ def summarize_dht(report: Report) -> dict[str, Any]:
         if failures := _failures(report):
             result["store_failures"] = failures
     result |= {"bucket_size": config.settings.bucket_size, "num_replicas": config.settings.num_replicas}
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def dht_items(report: Report) -> Items:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, RowKey, Tell, row
 from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -440,8 +440,7 @@ def _rss_bytes(pid: int) -> list[int]:
 
 
 def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    direction: Literal["higher", "lower"] = "higher" if metric in _MORE_IS_BETTER else "lower"
-    return Measured(key=key, metric=metric, unit=unit, direction=direction, samples=samples)
+    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
 
 
 def _counted(count: int, one: str, several: str = "") -> str:
@@ -583,8 +582,7 @@ def summarize_experts(report: Report) -> dict[str, Any]:
             result[name] = _rounded(statistics.median(values))
         if failures := _failures(report):
             result["failures"] = failures
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def experts_items(report: Report) -> Items:

@@ -53,6 +53,13 @@ class Measured(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
+def row(
+    key: Mapping[str, Any], metric: str, unit: str, samples: Sequence[float], direction: Direction = "lower"
+) -> Measured:
+    """A row of samples."""
+    return Measured(key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples))
+
+
 def measured(
     metrics: Metrics,
     metric: str,
@@ -62,9 +69,7 @@ def measured(
 ) -> Measured:
     """A row of one of `metrics`: its samples, or why there are none."""
     unit, direction = metrics[metric]
-    return Measured(
-        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
-    )
+    return msgspec.structs.replace(row(key, metric, unit, samples, direction), error=error)
 
 
 class MeasuredCurve(msgspec.Struct, kw_only=True):

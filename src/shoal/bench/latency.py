@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -322,6 +322,7 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
 # --- one start ---
 
 AXIS = "ping_s"
+METRICS: Metrics = {"throughput": ("samples/s", "higher"), "latency": ("s", "lower")}
 
 
 class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,18 +338,9 @@ class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> Iterator[Measured]:
         """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
-        yield Measured(
-            key=key,
-            metric="throughput",
-            unit="samples/s",
-            direction="higher",
-            samples=self.samples_per_s,
-            error=self.error,
-        )
+        yield measured(METRICS, "throughput", key, self.samples_per_s, self.error)
         if self.error is None:
-            yield Measured(
-                key=key, metric="latency", unit="s", direction="lower", samples=self.latency_s, error=None
-            )
+            yield measured(METRICS, "latency", key, self.latency_s)
 
 
 class LatencyScenario:
@@ -456,7 +448,7 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
     for found in all_found:
         if found.error is None:
             lines.setdefault((found.method, found.passes), []).append(found)
-    for metric, unit in (("throughput", "samples/s"), ("latency", "s")):
+    for metric, (unit, direction) in METRICS.items():
         for (method, passes), points in lines.items():
             at = points * len(pings_s) if method == "fast" else points
             axis = list(pings_s) if method == "fast" else [point.ping_s for point in points]
@@ -466,7 +458,7 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
                     key={"method": method, "passes": passes},
                     metric=metric,
                     unit=unit,
-                    direction="higher" if metric == "throughput" else "lower",
+                    direction=direction,
                     points={"value": list(repeat), AXIS: axis},
                 )
 
@@ -603,7 +595,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}
     result["headline"] = _sentences(result, config)
-    return {**result, "failed": len(report.failed)} if report.failed else result
+    return report.with_failed(result)
 
 
 def _figures(report: Report, config: LatencyConfig) -> dict[str, float]:
@@ -633,10 +625,7 @@ def _mean(report: Report, method: Method, ping_s: float) -> float | None:
 
 def _row(report: Report, metric: str, method: Method, passes: Passes, ping_s: float) -> Row | None:
     key = {"method": method, "passes": passes, "ping_ms": round(1e3 * ping_s, 6)}
-    for row in report.rows:
-        if row.metric == metric and row.key == key and row.samples:
-            return row
-    return None
+    return next((row for row in report.measured(metric) if row.key == key), None)
 
 
 def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
@@ -688,11 +677,7 @@ def _limit_sentence(config: LatencyConfig) -> str:
 def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
-    items: Items = [
-        title_line(report),
-        *headline(report),
-        "",
-    ]
+    items: Items = [title_line(report), *headline(report), ""]
     where = "in virtual time" if config.is_virtual else f"on {config.device}"
     items.append(
         f"{config.num_layers} {config.block_type} blocks of width {config.hid_dim}, batches of "
@@ -710,8 +695,9 @@ def latency_items(report: Report) -> Items:
 
 def _line(report: Report, method: Method, passes: Passes, ping_s: float) -> str:
     parts = [f"{method:4}  ping {ping_s:.4f} s"]
-    for metric, unit in (("latency", "s"), ("throughput", "samples/s")):
+    for metric in ("latency", "throughput"):
         row = _row(report, metric, method, passes, ping_s)
+        unit = METRICS[metric][0]
         parts.append(f"{metric} {_spread(row)} {unit}" if row is not None else f"{metric} failed")
     return "  ".join(parts)
 

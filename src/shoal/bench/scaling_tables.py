@@ -79,8 +79,7 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
         result[metric] = found
     if report.config.get("should_predict"):
         result["forecast"] = predicted_result(report)
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return report.with_failed(result)
 
 
 def headline(report: Report) -> list[str]:

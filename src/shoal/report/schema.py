@@ -193,6 +193,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """The rows that hold an error instead of samples."""
         return [row for row in self.rows if row.error is not None]
 
+    def measured(self, metric: str) -> list[Row]:
+        """The rows of one metric that hold samples."""
+        return [row for row in self.rows if row.metric == metric and row.starts]
+
+    def with_failed(self, result: dict[str, Any]) -> dict[str, Any]:
+        """A RESULT with the number of rows that failed, where any did."""
+        return {**result, "failed": len(self.failed)} if self.failed else result
+
 
 def _is_plain(value: Scalar) -> bool:
     """Whether tables and plots can show it: sums and axes are made of floats."""
