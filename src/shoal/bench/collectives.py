@@ -24,7 +24,7 @@ import msgspec
 from shoal.bench.contenders import DeviceKind, device_of, synchronize
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
 from shoal.core.run_options import flag
@@ -333,25 +333,28 @@ def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
     """Measure what is ordered."""
     place.set_up_process()
     stack.enter_context(place.gloo())
     device = place.device(arguments["device"])
     group = stack.enter_context(place.open_group("collectives"))
-    return {"measure": Stopwatch(group, device).measure}
+    return Stopwatch(group, device)
 
 
-def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
     """Measure what is ordered, in groups whose machines have so many `workers` each."""
     from shoal.group import Shaped
 
     place.set_up_process()
     device = place.device(arguments["device"])
     profile = arguments["profile"]
-    opened = {
-        via: stack.enter_context(_open_between(place, via, arguments["workers"])) for via in arguments["via"]
-    }
+    opened = {}
+    for via in arguments["via"]:
+        group = place.open_between_machines(
+            f"collectives-{via}", arguments["workers"], is_encrypted=via == TLS
+        )
+        opened[via] = stack.enter_context(group)
     meeting = next(iter(opened.values()))
     sizes = Counter(meeting.machines).values()
     if [*sizes] != [arguments["workers"]] * arguments["machines"]:
@@ -368,11 +371,7 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
         contenders[LINK] = GroupContender(alone, now_s=now_s)
     else:  # no profile slows gloo down
         stack.enter_context(place.gloo())
-    return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
-
-
-def _open_between(place: Place, via: str, workers: int) -> Group:
-    return place.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
+    return Stopwatch(meeting, device, contenders, has_gloo=profile is None)
 
 
 def _links_alone(group: Group, profile: str, **between: Any) -> tuple[Group, Callable[[], float]]:

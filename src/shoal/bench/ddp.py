@@ -37,8 +37,8 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.bench.workers import Backend as TorchBackend
+from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
 from shoal.doctor.machine import describe_machine
@@ -400,20 +400,14 @@ def numbered(names: Sequence[Any]) -> list[int]:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> DdpWorker:
     """Measure what is ordered."""
     place.set_up_process()
-    worker = DdpWorker(place, msgspec.convert(arguments, DdpConfig))
-    return {
-        "place": worker.place,
-        "machine": worker.machine,
-        "warm_up": worker.warm_up,
-        "measure": worker.measure,
-    }
+    return DdpWorker(place, msgspec.convert(arguments, DdpConfig))
 
 
 class DdpWorker:
-    """What one worker does."""
+    """What one worker does; its methods are the orders."""
 
     def __init__(self, place: Place, config: DdpConfig) -> None:
         self._place = place

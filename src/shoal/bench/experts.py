@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -399,7 +398,7 @@ class ExpertsScenario:
             outcome.rss_bytes += _rss_bytes(ready["pid"])
 
         tell("experts without a network")
-        outcome.local_samples_per_s.append(_asked(server, "local"))
+        outcome.local_samples_per_s.append(server.ask("local"))
         clients = _counted(config.num_clients, "client")
         processes = _counted(config.client_processes, "process", "processes")
         tell(f"connecting {clients} in {processes}")
@@ -410,10 +409,10 @@ class ExpertsScenario:
             look()
             outcome.asked, outcome.asked_s = fleet.phase("experts", look)
             look()
-            outcome.server = _asked(server, "memory")
+            outcome.server = server.ask("memory")
             self._echo(fleet, outcome, tell)
             tell("experts without a network, once more")
-            outcome.local_samples_per_s.append(_asked(server, "local"))
+            outcome.local_samples_per_s.append(server.ask("local"))
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
     def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
@@ -421,11 +420,6 @@ class ExpertsScenario:
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
-
-
-def _asked(server: Child, order: str) -> Any:
-    server.order(order=order, details={})
-    return server.expect()["answer"]
 
 
 def _rss_bytes(pid: int) -> list[int]:
@@ -496,10 +490,8 @@ class ClientFleet:
         self._sizes = {process: len(own) for process, own in zip(processes, numbers, strict=True)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def connect(self) -> None:
         """Wait until every client has its connection."""

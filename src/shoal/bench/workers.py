@@ -6,8 +6,9 @@ until its parent has had enough calls `parent.wait_for_end()`, or takes orders w
 there are no more.
 
 `LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `Place`, its arguments and a stack for what it opens; it returns what it does for
-each order. `ranks` has the same for processes that a launcher has started, here or on other hosts.
+function, called with its `Place`, its arguments and a stack for what it opens; it returns an object whose
+methods are the orders that it takes. `ranks` has the same for processes that a launcher has started, here or
+on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -30,7 +31,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, Self, TypeVar, cast
 
 import msgspec
@@ -55,8 +55,6 @@ _GROUP_TIMEOUT_S = 120.0
 _BESIDE = -1  # the rank of a helper
 USUAL_SWITCH_INTERVAL_S = 0.005
 Backend = Literal["nccl", "gloo"]
-Answers = Mapping[str, Callable[..., Any]]
-"""By order: what a worker does, called with the order's details."""
 
 
 # --- children ---
@@ -91,6 +89,11 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
+
+    def ask(self, order: str, **details: Any) -> Any:
+        """Give an order, and wait for its answer; for children that `serve`."""
+        self.order(order=order, details=details)
+        return self.expect()["answer"]
 
     def end(self) -> None:
         """There are no more orders: it may end. Does not wait for that."""
@@ -477,7 +480,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called with a Place, `arguments` and an ExitStack; returns Answers."""
+    """`module:name`, called with a Place, `arguments` and an ExitStack; returns what takes the orders."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0
@@ -534,10 +537,8 @@ class LocalWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._children:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._children:
             self._end()
         else:
             self._abandon()
@@ -675,23 +676,23 @@ def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
     _function(arguments["function"])(arguments, parent)
 
 
-def serve(parent: Parent, answers: Answers) -> None:
-    """Answer orders until there are no more; what an answer raises is told before anything is closed."""
+def serve(parent: Parent, worker: object) -> None:
+    """Answer orders by the worker's methods until there are no more.
+
+    What one of them raises is told before anything is closed.
+    """
     while (order := parent.receive()) is not None:
         try:
-            answer = answers[order["order"]](**order["details"])
+            answer = getattr(worker, order["order"])(**order["details"])
         except Exception as error:
             parent.fail(error)
             raise
         parent.tell(answer=answer)
 
 
-def open_worker(
-    function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack
-) -> Answers:
+def open_worker(function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
     """Make this process the worker that `function` says."""
-    answers: Answers = _function(function)(place, arguments, stack)
-    return answers
+    return _function(function)(place, arguments, stack)
 
 
 # --- tasks ---
