@@ -35,7 +35,17 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import (
+    Direction,
+    Measured,
+    MeasuredCurve,
+    Metrics,
+    RowKey,
+    RunFlags,
+    Tell,
+    measured,
+    same_fields,
+)
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     Helper,
@@ -232,25 +242,17 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
         contenders, tricks = trick_contenders(settings), settings.legend()
     else:
         contenders = strategy_contenders(flags.strategies, _common_options(flags))
-    return AccuracyConfig(
-        task=flags.task,
-        model=flags.model,
-        contenders=contenders,
-        splits=tuple(dict.fromkeys(flags.splits)),
-        num_workers=size,
-        device=workers_device(flags.device, hosts, size),
-        workers_per_machine=flags.workers_per_machine,
-        num_servers=servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
-        steps=steps,
-        eval_every=flags.eval_every or max(1, steps // NUM_EVALUATIONS),
-        batch_size=flags.batch_size,
-        learning_rate=flags.learning_rate,
-        momentum=flags.momentum,
-        target_accuracy=flags.target_accuracy,
-        data_dir=None if flags.data_dir is None else str(flags.data_dir.absolute()),
-        tricks=tricks,
-        seed=run.seed,
-    )
+    resolved = {
+        "splits": tuple(dict.fromkeys(flags.splits)),
+        "num_workers": size,
+        "device": workers_device(flags.device, hosts, size),
+        "num_servers": servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
+        "steps": steps,
+        "eval_every": flags.eval_every or max(1, steps // NUM_EVALUATIONS),
+        "data_dir": None if flags.data_dir is None else str(flags.data_dir.absolute()),
+    }
+    fields = {**same_fields(flags, AccuracyConfig), **resolved}
+    return AccuracyConfig(**fields, contenders=contenders, tricks=tricks, seed=run.seed)
 
 
 def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
@@ -517,7 +519,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     role = arguments["arguments"]
     run, config = msgspec.convert(role["run"], AccuracyRun), msgspec.convert(role["config"], AccuracyConfig)
     contender = run.contender
-    with place.open_as_server(_group_name(run), config.num_servers, role["server"]) as group:
+    with place.open_with_servers(_group_name(run), config.num_servers, role["server"]) as group:
         model, optimizer = beginner(config, place.device(config.device))
         strategy = make_contender(group, contender.strategy, contender.options)
         with contextlib.suppress(SystemExit):

@@ -29,6 +29,7 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
 from shoal.core.run_options import flag
 from shoal.report import Report, Row
+from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items, title_line
@@ -351,8 +352,10 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
     profile = arguments["profile"]
     opened = {}
     for via in arguments["via"]:
-        group = place.open_between_machines(
-            f"collectives-{via}", arguments["workers"], is_encrypted=via == TLS
+        group = place.open_group(
+            f"collectives-{via}",
+            workers_per_machine=arguments["workers"],
+            encrypt="always" if via == TLS else "never",
         )
         opened[via] = stack.enter_context(group)
     meeting = next(iter(opened.values()))
@@ -504,7 +507,7 @@ def summarize_collectives(report: Report) -> dict[str, Any]:
         for via in (GROUP, FOREIGN, PLAIN, TLS)
         if via in by_via
     ]
-    return report.with_failed({"rows": rows})
+    return with_failed(report, {"rows": rows})
 
 
 def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     place.set_up_process()
     errand = RealErrand.read(arguments["arguments"]["errand"])
     server = int(arguments["arguments"]["server"])
-    with place.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
+    with place.open_with_servers(errand.group_name, errand.world.num_servers, server) as group:
         staleness = serve(make_task(errand.job), shaped(group, errand.world))
         write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
 

@@ -253,7 +253,10 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
         if name in _FIELDS:
             owner, field = _FIELDS[name]
             if owner != mode:
-                raise _wrong_mode(name, owner, mode)
+                raise UsageError(
+                    f"--{name.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
+                    next_step=f"leave it out, or say --mode {owner}.",
+                )
             fields[field] = flags.pop(name)
     _check_time(flags, is_virtual=is_virtual)
     num_peers = flags.get("num_peers", _NUM_VIRTUAL_PEERS if is_virtual else _NUM_PEERS[mode])
@@ -295,13 +298,6 @@ def _check_time(flags: Mapping[str, Any], *, is_virtual: bool) -> None:
             "--profile describes a simulated network, and this benchmark runs on sockets.",
             next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
         )
-
-
-def _wrong_mode(name: str, owner: str, mode: str) -> UsageError:
-    return UsageError(
-        f"--{name.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
-        next_step=f"leave it out, or say --mode {owner}.",
-    )
 
 
 # --- one start ---

@@ -122,7 +122,8 @@ class PeerHost:
         network, kill, identity, membership, host = self._place(number)
         tap = None if self._graveyard is None else TappedNetwork(network, self._graveyard)
         async with contextlib.AsyncExitStack() as opening:
-            endpoint = Endpoint(membership=membership, network=tap or network, peer_id=identity.peer_id)
+            heard = network if tap is None else cast("Network", tap)
+            endpoint = Endpoint(membership=membership, network=heard, peer_id=identity.peer_id)
             await opening.enter_async_context(endpoint)
             await endpoint.listen(Address(host, 0))
             dht = DHT(join=join, identity=identity, settings=self._settings, endpoint=endpoint)

@@ -138,6 +138,12 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+def same_fields(flags: msgspec.Struct, config: type[msgspec.Struct]) -> dict[str, Any]:
+    """What flags say of the fields that a config has by the same name."""
+    shared = (name for name in flags.__struct_fields__ if name in config.__struct_fields__)
+    return {name: getattr(flags, name) for name in shared}
+
+
 SCENARIOS: dict[str, str] = {
     "accuracy": "shoal.bench.accuracy:AccuracyScenario",
     "collectives": "shoal.bench.collectives:CollectivesScenario",
@@ -272,9 +278,8 @@ class _Collected:
     """Rows of one version as they come in, in the order of their first appearance."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Measured] = {}
-        self._starts: dict[str, list[list[float]]] = {}
-        self._failures: dict[str, list[Measured]] = {}
+        self._told: dict[str, list[tuple[int, Measured]]] = {}
+        """By what is the same in all starts: the number of each start, and what it found."""
         self._curves: dict[str, Curve] = {}
         self.machine: dict[str, Any] = {}
         """What is told of another machine than this one, where it measured."""
@@ -290,13 +295,15 @@ class _Collected:
             elif "curve" in message:
                 self._add_curve(msgspec.convert(message["curve"], MeasuredCurve))
             else:
-                self.add(start, msgspec.convert(message["row"], Measured))
+                self._add(start, msgspec.convert(message["row"], Measured))
 
         try:
             run(receive)
         except BenchmarkError as error:
             tell(f"failed: {error.what}")
-            self.fail(start, error)
+            text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
+            completed: Metrics = {"completed": ("", "higher")}
+            self._add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
         name = _name(curve)
@@ -309,38 +316,21 @@ class _Collected:
         """Each with all its starts."""
         return list(self._curves.values())
 
-    def add(self, start: int, measured: Measured) -> None:
-        name = _name(measured)
-        self._rows.setdefault(name, measured)
-        if measured.error is None:
-            self._starts.setdefault(name, []).append(measured.samples)
-        else:
-            measured.key = {**measured.key, "start": start + 1}
-            self._failures.setdefault(name, []).append(measured)
-
-    def fail(self, start: int, error: BenchmarkError) -> None:
-        """A whole start broke off: that is a row too."""
-        text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
-        self.add(
-            start,
-            Measured(key={"scenario": "start"}, metric="completed", unit="", direction="higher", error=text),
-        )
+    def _add(self, start: int, found: Measured) -> None:
+        self._told.setdefault(_name(found), []).append((start, found))
 
     def rows(self) -> list[Row]:
         """One row for what was measured, and one more for every start in which it failed."""
         rows = []
-        for name, first in self._rows.items():
-            if name in self._starts:
-                rows.append(
-                    _row(
-                        first,
-                        key={k: v for k, v in first.key.items() if k != "start"},
-                        starts=self._starts[name],
-                    )
-                )
+        for told in self._told.values():
+            first = told[0][1]
+            starts = [found.samples for _, found in told if found.error is None]
+            if starts:
+                rows.append(_row(first, key=first.key, starts=starts))
             rows += [
-                _row(failure, key=failure.key, error=failure.error)
-                for failure in self._failures.get(name, ())
+                _row(found, key={**found.key, "start": start + 1}, error=found.error)
+                for start, found in told
+                if found.error is not None
             ]
         return rows
 

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, headline, title_line
 
@@ -192,17 +193,13 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
 def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:
     """Make of the flags what is measured; `more` are values that follow the first of --gpus or --hosts."""
     gpus, hosts = _listed_values(flags, more)
-    own = {name: getattr(flags, name) for name in LatencyOptions.__struct_fields__}
     return config_of(
         {
-            **own,
-            "device": flags.device,
+            **same_fields(flags, LatencyConfig),
             "gpus": gpus,
             "max_ping_s": flags.max_ping,
-            "client_processes": flags.client_processes,
             "hosts": hosts,
             "secret_file": None if flags.secret_file is None else str(flags.secret_file.absolute()),
-            "max_batch_size": flags.max_batch_size,
             "passes": ("forward",) if flags.passes == "forward" else ("forward", "forward+backward"),
             "methods": parsed_methods(flags.methods),
             "is_virtual": flags.virtual,
@@ -595,7 +592,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}
     result["headline"] = _sentences(result, config)
-    return report.with_failed(result)
+    return with_failed(report, result)
 
 
 def _figures(report: Report, config: LatencyConfig) -> dict[str, float]:
@@ -625,7 +622,7 @@ def _mean(report: Report, method: Method, ping_s: float) -> float | None:
 
 def _row(report: Report, metric: str, method: Method, passes: Passes, ping_s: float) -> Row | None:
     key = {"method": method, "passes": passes, "ping_ms": round(1e3 * ping_s, 6)}
-    return next((row for row in report.measured(metric) if row.key == key), None)
+    return next((row for row in rows_of(report, metric) if row.key == key), None)
 
 
 def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:

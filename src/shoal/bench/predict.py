@@ -27,6 +27,7 @@ from shoal.bench.cost_model import (
 from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
+from shoal.report.schema import rows_of
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
@@ -268,7 +269,7 @@ class _ScalingFigures:
 def _iterations(report: Report) -> dict[str, Seconds]:
     """By strategy."""
     found: dict[str, Seconds] = {}
-    for row in report.measured(SPEED):
+    for row in rows_of(report, SPEED):
         batch_size, size = int(row.key["batch_size"]), int(row.key["num_workers"])
         seconds = batch_size * size / statistics.median(row.samples)
         found.setdefault(str(row.key["strategy"]), {})[batch_size, size] = seconds
@@ -278,7 +279,7 @@ def _iterations(report: Report) -> dict[str, Seconds]:
 def _compute(report: Report, none: Seconds) -> Seconds:
     """Of workers that share nothing; one alone is what efficiencies were measured by."""
     found = dict(none)
-    for row in report.measured(EFFICIENCY):
+    for row in rows_of(report, EFFICIENCY):
         if row.key["strategy"] == NONE:
             key = int(row.key["batch_size"]), int(row.key["num_workers"])
             if key in none:
@@ -288,7 +289,7 @@ def _compute(report: Report, none: Seconds) -> Seconds:
 
 def _mixings(report: Report) -> dict[int, float]:
     """By number of workers: the seconds of going through a model once, all at the same time."""
-    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in report.measured(MIXING)}
+    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)}
 
 
 def _parameter_bytes(config: ScalingConfig) -> int:

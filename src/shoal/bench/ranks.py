@@ -259,15 +259,13 @@ class Ranks:
     def follow(self) -> None:
         """What all but the first do, until there are no more orders."""
         worker = RankWorker(self._control)
-        while (message := self._next())["kind"] != _END:
+        with _waiting_quietly():
+            message = _share(self._control, None)[0]
+        while message["kind"] != _END:
             outcome = worker.follow(message)
             with _waiting_quietly():
                 _share(self._control, outcome)
-
-    def _next(self) -> dict[str, Any]:
-        with _waiting_quietly():
-            message: dict[str, Any] = _share(self._control, None)[0]
-            return message
+                message = _share(self._control, None)[0]
 
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""

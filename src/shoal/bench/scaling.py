@@ -321,11 +321,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
     @property
     def key(self) -> RowKey:
         """Of its rows."""
-        return {
-            "strategy": self.strategy,
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-        }
+        return msgspec.structs.asdict(self)
 
     def under(self, strategy: str) -> ScalingPoint:
         """The same with another strategy."""

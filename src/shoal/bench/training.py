@@ -530,7 +530,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     place.set_up_process()
     role = arguments["arguments"]
     config, strategy = msgspec.convert(role["config"], TrainingConfig), role["strategy"]
-    with place.open_as_server(strategy, config.num_servers, role["server"]) as group:
+    with place.open_with_servers(strategy, config.num_servers, role["server"]) as group:
         trainee = trainee_of(config, 0, place.device(config.device))
         made = make_contender(group, strategy, config.options.get(strategy, {}))
         with contextlib.suppress(SystemExit):

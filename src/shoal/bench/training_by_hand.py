@@ -32,6 +32,7 @@ from shoal.bench.training import (
 from shoal.core import Address, BenchmarkError, PeerLost, UsageError
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
 from shoal.report import Report
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.views import Items
 from shoal.strategies.registry import canonical
 
@@ -276,7 +277,7 @@ def _timed(trainee: Trainee, sleep_s: float) -> float:
 
 def summarize_worker(report: Report) -> dict[str, Any]:
     """The RESULT of one worker."""
-    config, speeds = msgspec.convert(report.config, TrainingConfig), report.measured(OWN_SPEED)
+    config, speeds = msgspec.convert(report.config, TrainingConfig), rows_of(report, OWN_SPEED)
     result: dict[str, Any] = {
         "strategy": STRATEGY,
         "model": config.model,
@@ -293,10 +294,10 @@ def summarize_worker(report: Report) -> dict[str, Any]:
             "examples_per_s": round(spread.mean, 1),
             "error": round(spread.error, 1),
         }
-    return report.with_failed(result)
+    return with_failed(report, result)
 
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    speeds = (f"Img/sec per worker: {Spread.of(speed.samples)}" for speed in report.measured(OWN_SPEED))
+    speeds = (f"Img/sec per worker: {Spread.of(speed.samples)}" for speed in rows_of(report, OWN_SPEED))
     return [*speeds, *((f"failed: {row.error}", "red") for row in report.failed)]

@@ -28,6 +28,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.diff import MIN_STARTS
+from shoal.report.schema import with_failed
 from shoal.transport import Endpoint, Head, Membership, Reply, StreamTransport, SwarmSecret, Transport
 from shoal.transport.trust.tls import Authority, make_context
 
@@ -206,7 +207,7 @@ def summarize_transport(report: Report) -> dict[str, Any]:
             name = _NAMES[via if told.metric == "echo" else told.metric]
             suffix = "" if in_flight == _MAIN_IN_FLIGHT else f"_{in_flight}_in_flight"
             result[name + suffix] = round(value, 3)
-    return report.with_failed(result)
+    return with_failed(report, result)
 
 
 # --- calls to an echo server ---

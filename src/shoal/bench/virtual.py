@@ -20,6 +20,7 @@ from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
 from shoal.report import Report
+from shoal.report.schema import with_failed
 from shoal.transport import (
     Conditions,
     DatagramTransport,
@@ -118,7 +119,7 @@ def summarize_virtual(report: Report) -> dict[str, Any]:
             digits = 0 if told.unit == "1/s" else 2
             name = f"{told.metric}_s" if told.unit == "s" else told.metric
             result[name] = round(statistics.median(told.samples), digits)
-    return report.with_failed({**result, "worlds": worlds})
+    return with_failed(report, {**result, "worlds": worlds})
 
 
 class _World:

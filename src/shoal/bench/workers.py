@@ -39,7 +39,7 @@ from shoal.core import BenchmarkError, Deadline, UsageError
 from shoal.core.loop import own_the_process
 from shoal.core.placement import Placement
 from shoal.core.processes import obey_interrupts
-from shoal.core.run_options import RunOptions
+from shoal.core.run_options import EncryptChoice, RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -337,11 +337,13 @@ class Place(msgspec.Struct, frozen=True):
         among: int | None = None,
         workers_per_machine: int | None = None,
         backend: Backend | None = None,
+        encrypt: EncryptChoice = "auto",
     ) -> Group:
         """Open the group of the first `among` workers, or of all; each name is used once. Collective.
 
         It is in shared memory on one machine; over sockets if that is split into several, or a backend is
-        asked for. Workers of a launcher get what `shoal.init()` opens.
+        asked for. Workers of a launcher get what `shoal.init()` opens. `encrypt` is of streams between
+        machines.
         """
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
@@ -353,6 +355,7 @@ class Place(msgspec.Struct, frozen=True):
             timeout_s=_GROUP_TIMEOUT_S,
             workers_per_machine=workers_per_machine,
             backend=backend,
+            encrypt=encrypt,
         )
         if self.machines:
             return self._open_launched(size, settings)
@@ -360,32 +363,8 @@ class Place(msgspec.Struct, frozen=True):
             return self._open_cluster(name, size, settings)
         return SoloGroup() if size == 1 else open_host_group(self._placement(size), settings)
 
-    def open_between_machines(self, name: str, workers_per_machine: int, *, is_encrypted: bool) -> Group:
-        """Open the group of all, of whom those of different machines talk over streams, encrypted or not.
-
-        Workers that share this machine count as those of several, so many on each. Collective.
-        """
-        from shoal.group.base import GroupSettings
-
-        settings = GroupSettings(
-            f"{self.key} {name}",
-            timeout_s=_GROUP_TIMEOUT_S,
-            workers_per_machine=workers_per_machine,
-            encrypt="always" if is_encrypted else "never",
-        )
-        if self.machines:
-            return self._open_launched(self.size, settings)
-        return self._open_cluster(name, self.size, settings)
-
-    def open_with_servers(self, name: str, num_servers: int) -> Group:
-        """Open a group as `open_group` does, with servers beside the workers."""
-        return self._open_beside_servers(name, num_servers, num_servers + self.rank)
-
-    def open_as_server(self, name: str, num_servers: int, server: int) -> Group:
-        """Open what `open_with_servers` opens on the workers, on one of the servers."""
-        return self._open_beside_servers(name, num_servers, server)
-
-    def _open_beside_servers(self, name: str, num_servers: int, rank: int) -> Group:
+    def open_with_servers(self, name: str, num_servers: int, server: int | None = None) -> Group:
+        """Open a group as `open_group` does, with servers beside the workers; `server`: as one of them."""
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
         from shoal.group.opening import WithServers
@@ -397,7 +376,8 @@ class Place(msgspec.Struct, frozen=True):
                 next_step="leave parameter-server and staleness-aware out, or start servers and workers by "
                 "hand: --ps-hosts, --worker-hosts, --job-name and --task-index.",
             )
-        own = SoloGroup() if rank < num_servers else self.open_group(name)
+        own = SoloGroup() if server is not None else self.open_group(name)
+        rank = num_servers + self.rank if server is None else server
         size = num_servers + self.size
         settings = GroupSettings(f"{self.key}-{name}-servers", timeout_s=_GROUP_TIMEOUT_S)
         everybody = open_host_group(Placement(rank, size, rank, size, "bench"), settings)
