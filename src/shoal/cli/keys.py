@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.output import text_stream, write_encoded
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
-from shoal.report.storage import write_atomically
 from shoal.report.tables import emit, tell_result
 
 app = typer.Typer(
@@ -113,15 +113,10 @@ def secret(
 
 
 def _report(result: dict[str, object], lines: list[str], json_file: Path | None) -> None:
-    to_stdout = json_file is not None and str(json_file) == "-"
-    out = sys.stderr if to_stdout else sys.stdout
+    out = text_stream(json_file)
     for line in lines:
         emit(line, out)
-    document = msgspec.json.encode(result) + b"\n"
-    if json_file is not None and to_stdout:
-        emit(document.decode().rstrip(), sys.stdout)
-    elif json_file is not None:
-        emit(f"Wrote {write_atomically(json_file, document)}", out)
+    write_encoded(msgspec.json.encode(result) + b"\n", json_file)
     tell_result(result, out)
 
 

@@ -17,12 +17,9 @@ from shoal.core.board import Sighting
 from shoal.report.tables import Line, Table
 
 if TYPE_CHECKING:
-    from shoal.transport.pages import PageServer, Site
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from shoal.dht.crawl import Crawl, Visited
     from shoal.dht.wire import About
+    from shoal.transport.pages import PageServer, Site
 
 
 @dataclass(frozen=True)
@@ -207,13 +204,6 @@ _HEADERS = {
 }
 
 
-@dataclass
-class _Course:
-    """What one series was, for as long as its view is there."""
-
-    points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
-
-
 class LivePages:
     """The newest shot, and the course of its series; filled by one thread, read by another."""
 
@@ -222,16 +212,17 @@ class LivePages:
         self._shot: Shot | None = None
         self._error = ""
         self._looked_s = clock.now_s()
-        self._courses: dict[tuple[str, str], _Course] = {}
+        self._courses: dict[tuple[str, str], deque[tuple[float, float]]] = {}
+        """Points of the series of each view, for as long as it is there."""
 
     def put(self, shot: Shot) -> None:
         """Keep another shot, and add it to the courses."""
         now_s = self._clock.now_s()
-        kept: dict[tuple[str, str], _Course] = {}
+        kept = {}
         for view in shot.views:
             for name, value in view.series.items():
-                course = kept[view.id, name] = self._courses.get((view.id, name), _Course())
-                course.points.append((now_s, value))
+                course = kept[view.id, name] = self._courses.get((view.id, name), deque(maxlen=_MAX_POINTS))
+                course.append((now_s, value))
         self._courses, self._shot, self._error, self._looked_s = kept, shot, "", now_s
 
     def fail(self, error: str) -> None:
@@ -268,7 +259,7 @@ class LivePages:
             "shares": view.shares,
             "notes": view.notes,
             "series": {
-                name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course.points)]
+                name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course)]
                 for (owner, name), course in self._courses.items()
                 if owner == view.id
             },
