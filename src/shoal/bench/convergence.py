@@ -37,7 +37,7 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import memory
 from shoal.report import Curve, Report
-from shoal.report.curves import BEHIND, STALENESS
+from shoal.report.curves import BEHIND, STALENESS, evenly
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
@@ -545,7 +545,7 @@ def _evaluations(report: Report) -> Table | None:
     heads = ("updates", "virtual s", "accuracy %", "loss", "train loss")
     table = Table(title, tuple(map(Column, heads)))
     count = min(len(points["value"]) for points in accuracy.starts)
-    for index in _kept(count):
+    for index in evenly(count, MAX_LINES):
         at = accuracy.starts[0]["step"][index]
         trained = [] if training is None else [_before(points, at) for points in training.starts]
         table.rows.append(
@@ -571,12 +571,6 @@ def _before(points: dict[str, list[float]], at: float) -> float | None:
     """The last value that was taken up to there."""
     values = [value for step, value in zip(points["step"], points["value"], strict=True) if step <= at]
     return values[-1] if values else None
-
-
-def _kept(count: int) -> list[int]:
-    if count <= MAX_LINES:
-        return list(range(count))
-    return list({round(index * (count - 1) / (MAX_LINES - 1)): True for index in range(MAX_LINES)})
 
 
 def _curve(report: Report, metric: str) -> Curve | None:

@@ -29,7 +29,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, Self, TypeVar, cast
 
@@ -713,7 +712,7 @@ def run_tasks(
                 worker, number = cast(Child, key.fileobj), int(key.data)
                 label = f"{number + 1}/{len(tasks)} " if len(tasks) > 1 else ""
                 try:
-                    answer = _heard(worker, partial(_tell_after, label, tell))
+                    answer = _heard(worker, label, tell)
                 except BenchmarkError as error:
                     selector.unregister(worker)
                     done[number] = error
@@ -729,17 +728,13 @@ def run_tasks(
                 num_told += 1
 
 
-def _tell_after(label: str, tell: Callable[[str], None], text: str) -> None:
-    tell(f"{label}{text}")
-
-
-def _heard(worker: Child, tell: Callable[[str], None]) -> dict[str, Any] | None:
+def _heard(worker: Child, label: str, tell: Callable[[str], None]) -> dict[str, Any] | None:
     """Pass on all that a worker has said about its progress; its answer, if that was among it."""
     while True:
         message = worker.expect()
         if "progress" not in message:
             return message
-        tell(message["progress"])
+        tell(f"{label}{message['progress']}")
         if not worker.has_more:
             return None
 
