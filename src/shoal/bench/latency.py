@@ -400,7 +400,12 @@ class LatencyScenario:
                 return
             for ping_s, passes in points:
                 tell(_point_text("ours", passes, config.pings_s.index(ping_s), len(config.pings_s)))
-                yield _asked(fleet, ping_s, passes)
+                try:
+                    latency_s, rates = fleet.latencies(ping_s, passes), fleet.rates(ping_s, passes)
+                    told: dict[str, Any] = {"latency_s": latency_s, "samples_per_s": rates}
+                except BenchmarkError as error:
+                    told = {"error": error.what}
+                yield LatencyPoint(method="ours", passes=passes, ping_s=ping_s, **told)
 
     def _simulated(self, tell: Tell) -> Iterator[LatencyPoint]:
         from shoal.bench.workers import run_tasks
@@ -424,16 +429,6 @@ class LatencyScenario:
             tell(f"methods at pings, in virtual time: {number} of {len(tasks)}")
             told = {"error": result.what} if isinstance(result, BenchmarkError) else result
             yield msgspec.convert({**task, **told}, LatencyPoint)
-
-
-def _asked(fleet: Fleet, ping_s: float, passes: Passes) -> LatencyPoint:
-    try:
-        latency_s, samples_per_s = fleet.latencies(ping_s, passes), fleet.rates(ping_s, passes)
-    except BenchmarkError as error:
-        return LatencyPoint(method="ours", passes=passes, ping_s=ping_s, error=error.what)
-    return LatencyPoint(
-        method="ours", passes=passes, ping_s=ping_s, latency_s=latency_s, samples_per_s=samples_per_s
-    )
 
 
 def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Iterator[MeasuredCurve]:

@@ -12,8 +12,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.flags import with_flags
 from shoal.cli.output import text_stream, write_encoded
 from shoal.core.errors import UsageError
+from shoal.core.run_options import flag
 from shoal.report import pytorch
 from shoal.report.diff import EFFECT_PERCENT, UNDECIDED, Gate, check_gate, compare, parse_limit
 from shoal.report.storage import load
@@ -21,18 +23,18 @@ from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import diff_items, unpaired_lines
 
 
+@with_flags()
 def diff(
     baseline: Annotated[Path, typer.Argument(help="The report to compare with.", show_default=False)],
     test: Annotated[Path, typer.Argument(help="The report of the change.", show_default=False)],
     fail_if_slower: Annotated[
-        str | None,
-        typer.Option(metavar="PERCENT", help="Exit 1 if a row is judged worse by more than this: 5% or 5."),
+        str | None, flag("Exit 1 if a row is judged worse by more than this: 5% or 5.", metavar="PERCENT")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison as JSON; - is stdout.")
+        Path | None, flag("Write the comparison as JSON; - is stdout.", "--json", metavar="FILE")
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as one HTML page.")
+        Path | None, flag("Write the comparison as one HTML page.", "--html", metavar="FILE")
     ] = None,
 ) -> None:
     """Compare two reports row by row; negative is worse.

@@ -31,7 +31,7 @@ from shoal.core.errors import ShoalError
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
-from shoal.report.tables import Column, Line, Table, show, tell_result, wrap
+from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result, wrap
 from shoal.report.units import digits, percent, scale_for
 
 
@@ -188,14 +188,7 @@ def _items(view: View) -> list[Table | Line | str]:
 
 
 def _lines(shot: Shot) -> list[Line]:
-    lines: list[Line] = []
-    for item in _items(shot.terminal):
-        if isinstance(item, Table):
-            lines += [*item.lines(_width(), "─"), ("", "")]
-        else:
-            line, style = (item, "") if isinstance(item, str) else item
-            lines.append((visible(line), style))
-    return [*lines, ("", ""), ("Ctrl-C ends it.", "dim")]
+    return [*lines_of(_items(shot.terminal), _width(), "─"), ("", ""), ("Ctrl-C ends it.", "dim")]
 
 
 def _width() -> int:

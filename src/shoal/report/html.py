@@ -728,17 +728,8 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
 
 def reports_table(shown: Sequence[Shown]) -> str:
     """Which reports the page shows."""
-    head = [
-        f"<th>{name}</th>"
-        for name in (
-            *(["report"] if len(shown) > 1 else []),
-            "file",
-            "benchmark",
-            "created",
-            "code",
-            "machine",
-        )
-    ]
+    names = ["report"] * (len(shown) > 1) + ["file", "benchmark", "created", "code", "machine"]
+    head = [f"<th>{name}</th>" for name in names]
     body = []
     for item in shown:
         report = item.report
