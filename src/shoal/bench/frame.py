@@ -295,7 +295,7 @@ class _Collected:
             elif "curve" in message:
                 self._add_curve(msgspec.convert(message["curve"], MeasuredCurve))
             else:
-                self._add(start, msgspec.convert(message["row"], Measured))
+                self.add(start, msgspec.convert(message["row"], Measured))
 
         try:
             run(receive)
@@ -303,7 +303,7 @@ class _Collected:
             tell(f"failed: {error.what}")
             text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
             completed: Metrics = {"completed": ("", "higher")}
-            self._add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
+            self.add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
         name = _name(curve)
@@ -316,7 +316,8 @@ class _Collected:
         """Each with all its starts."""
         return list(self._curves.values())
 
-    def _add(self, start: int, found: Measured) -> None:
+    def add(self, start: int, found: Measured) -> None:
+        """Take what one start found out about a row."""
         self._told.setdefault(_name(found), []).append((start, found))
 
     def rows(self) -> list[Row]:
