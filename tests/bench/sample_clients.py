@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 from shoal.bench.workers import serve
 
@@ -24,4 +25,4 @@ def attend(arguments, parent):
             "ended_s": time.monotonic(),
         }
 
-    serve(parent, {"connect": lambda: None, "experts": experts})
+    serve(parent, SimpleNamespace(connect=lambda: None, experts=experts))

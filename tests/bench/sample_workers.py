@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import time
+from types import SimpleNamespace
 
 from shoal.bench.workers import LocalWorkers, WorkerSettings
 
@@ -24,10 +25,9 @@ def work(place, arguments, stack):
         select.select([watched], [], [])
         raise ConnectionError(f"rank {who} is lost")
 
-    answers = {"pid": os.getpid, "describe": lambda: [rank, word], "fail": fail, "lose": lose}
     if word == "fail at the end" and rank == 1:
         stack.callback(fail_at_the_end)
-    return answers
+    return SimpleNamespace(pid=os.getpid, describe=lambda: [rank, word], fail=fail, lose=lose)
 
 
 def fail_at_the_end():

@@ -37,7 +37,7 @@ def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):
 
 
 def test_each_run_begins_with_what_the_first_began_with(school):
-    school.warm_up()
+    school.ready()
     looks = []
     for number in (1, 2):
         school.begin(msgspec.to_builtins(AccuracyRun(number, ALONE, "dirichlet:0.1")))

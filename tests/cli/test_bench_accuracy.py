@@ -11,7 +11,7 @@ def call(monkeypatch, capsys):
     """Run `shoal bench accuracy`: exit code, stderr, and the config and settings that were to be measured."""
     asked = []
     monkeypatch.setattr(
-        module, "run_and_tell", lambda _, config, settings, *rest: asked.append((config, settings))
+        module, "run_and_tell", lambda context, _, config, run, *rest, **more: asked.append((config, run))
     )
 
     def call(*arguments):
@@ -28,7 +28,7 @@ def test_without_flags_it_is_the_experiment_with_tricks(call):
     assert config.splits == ("iid", "dirichlet:0.1")
     assert len(config.contenders) == 11
     assert len(config.tricks) == 4
-    assert settings.num_starts == 3
+    assert settings.starts == 3
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_strategies_take_the_place_of_tricks(call):
     assert config.contenders[1].options["order"] == "adapt-while-combine"
     assert config.contenders[1].options["global_average_every"] == 5
     assert config.tricks == []
-    assert settings.num_starts == 1
+    assert settings.starts == 1
 
 
 def test_flags_reach_the_benchmark(call, tmp_path, monkeypatch):
@@ -92,9 +92,9 @@ def test_flags_reach_the_benchmark(call, tmp_path, monkeypatch):
 def test_a_short_run_has_fewer_steps_and_one_seed(call):
     _, _, config, settings = call("--short")
     assert config.steps == 120
-    assert settings.num_starts == 1
+    assert settings.starts == 1
     _, _, config, settings = call("--short", "--seeds", 2, "--steps", 5)
-    assert (config.steps, config.eval_every, settings.num_starts) == (5, 1, 2)
+    assert (config.steps, config.eval_every, settings.starts) == (5, 1, 2)
 
 
 @pytest.mark.parametrize(

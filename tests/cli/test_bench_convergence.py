@@ -16,7 +16,7 @@ def call(monkeypatch, capsys):
     """Run `shoal bench convergence`: exit code, stderr, and the config that was to be measured."""
     asked = []
     monkeypatch.setattr(
-        module, "run_and_tell", lambda _, config, settings, *rest: asked.append((config, settings))
+        module, "run_and_tell", lambda context, _, config, run, *rest, **more: asked.append((config, run))
     )
     monkeypatch.setattr(data, "mnist", lambda train, folder: None)
     monkeypatch.setattr(convergence, "device_of", lambda device: "cpu" if device == "auto" else device)
@@ -35,7 +35,7 @@ def test_without_flags_it_is_the_document_s_setting(call):
     assert config.setup == "dmoe 64×4 dim 512, 64 trainers, 1000 ms"
     assert (config.steps, config.eval_every, config.num_active, config.batch_size) == (20480, 1024, 4, 4)
     assert list(config.seeds) == [1337, 1338, 1339]
-    assert settings.num_starts == 1
+    assert settings.starts == 1
     assert "Memory: about 28" in told
     assert "that fits." in told
 

@@ -130,7 +130,7 @@ def test_what_is_missing_is_said(configured, monkeypatch, capsys, flags, says):
 def test_flags_of_one_copy_a_rank_place_this_process(configured, monkeypatch):
     joined = []
 
-    def join(stack, settings, against):
+    def join(stack, run):
         joined.append({name: os.environ.get(name) for name in PLACED[:4]})
         raise SystemExit(0)
 

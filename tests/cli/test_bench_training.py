@@ -17,8 +17,8 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     seen = {}
 
-    def stand_in(benchmark, config, settings, summarize, outputs, against=None, where=None):
-        seen.update(benchmark=benchmark, config=config, settings=settings, outputs=outputs, where=where)
+    def stand_in(context, benchmark, config, run, summarize, items, where=None):
+        seen.update(benchmark=benchmark, config=config, run=run, where=where)
         seen["result"] = summarize
 
     monkeypatch.setattr(module, "run_and_tell", stand_in)
@@ -43,7 +43,7 @@ def test_by_default_it_is_of_the_mlp_in_ten_pairs(call, asked):
     assert config.strategies == ("all-reduce", "neighbor", "pair", "sma", "ddp")
     assert config.options["neighbor"]["topology"] == "exponential-2"
     assert (config.device, config.slow_rank, config.kungfu) == ("cpu", None, None)
-    assert asked["settings"].num_starts == 1
+    assert asked["run"].starts == 1
     report = Report(benchmark="training", created="", config={})
     assert asked["result"](report)["fraction_of_ceiling"] == {}
 
@@ -162,7 +162,7 @@ def test_a_worker_that_is_started_by_hand_has_a_report_of_its_own(call, asked):
     assert call(*ROLE, "--job_name", "worker", "--task_index", 1, "--num-iters", 30)[0] == 0
     config = asked["config"]
     assert (config.strategies, config.iterations, config.batch_size) == (("parameter-server",), 30, 64)
-    assert asked["outputs"].report.name.startswith("training-worker-1-")
+    assert asked["run"].report.name.startswith("training-worker-1-")
     assert isinstance(asked["where"], training_by_hand.WorkerByHand)
 
 

@@ -18,7 +18,7 @@ from shoal.transport.network.distributions import Exponential
 def call(monkeypatch, capsys):
     """Run `shoal compare`: exit code, stderr, and the contest that was to be run."""
     asked = []
-    monkeypatch.setattr(module, "run_and_tell", lambda _, config, *rest: asked.append(config))
+    monkeypatch.setattr(module, "run_and_tell", lambda context, _, config, *rest: asked.append(config))
 
     def call(*arguments):
         code = run(["compare", *map(str, arguments)])

@@ -35,10 +35,19 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import Direction, Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import (
+    Direction,
+    Measured,
+    MeasuredCurve,
+    Metrics,
+    RowKey,
+    RunFlags,
+    Tell,
+    measured,
+    same_fields,
+)
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
-    Answers,
     Helper,
     LocalWorkers,
     OpenWorkers,
@@ -233,25 +242,17 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
         contenders, tricks = trick_contenders(settings), settings.legend()
     else:
         contenders = strategy_contenders(flags.strategies, _common_options(flags))
-    return AccuracyConfig(
-        task=flags.task,
-        model=flags.model,
-        contenders=contenders,
-        splits=tuple(dict.fromkeys(flags.splits)),
-        num_workers=size,
-        device=workers_device(flags.device, hosts, size),
-        workers_per_machine=flags.workers_per_machine,
-        num_servers=servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
-        steps=steps,
-        eval_every=flags.eval_every or max(1, steps // NUM_EVALUATIONS),
-        batch_size=flags.batch_size,
-        learning_rate=flags.learning_rate,
-        momentum=flags.momentum,
-        target_accuracy=flags.target_accuracy,
-        data_dir=None if flags.data_dir is None else str(flags.data_dir.absolute()),
-        tricks=tricks,
-        seed=run.seed,
-    )
+    resolved = {
+        "splits": tuple(dict.fromkeys(flags.splits)),
+        "num_workers": size,
+        "device": workers_device(flags.device, hosts, size),
+        "num_servers": servers_of(flags.num_servers, (contender.strategy for contender in contenders)),
+        "steps": steps,
+        "eval_every": flags.eval_every or max(1, steps // NUM_EVALUATIONS),
+        "data_dir": None if flags.data_dir is None else str(flags.data_dir.absolute()),
+    }
+    fields = {**same_fields(flags, AccuracyConfig), **resolved}
+    return AccuracyConfig(**fields, contenders=contenders, tricks=tricks, seed=run.seed)
 
 
 def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
@@ -364,14 +365,6 @@ class AccuracyRun(msgspec.Struct, frozen=True):
         return not sends_by_itself(self.contender.strategy)
 
 
-class AccuracyServer(msgspec.Struct, frozen=True):
-    """Which server of which run a process is."""
-
-    run: AccuracyRun
-    server: int
-    config: AccuracyConfig
-
-
 class Evaluation(msgspec.Struct, frozen=True):
     """What one worker tells of the steps since the last evaluation, and of that which follows them."""
 
@@ -474,7 +467,7 @@ class AccuracyScenario:
     def _train(self, workers: Workers, run: AccuracyRun) -> AccuracyCourse:
         config, course = self._config, AccuracyCourse(run)
         for server in range(config.num_servers if run.needs_servers else 0):
-            role = msgspec.to_builtins(AccuracyServer(run, server, config))
+            role = {"run": msgspec.to_builtins(run), "server": server, "config": msgspec.to_builtins(config)}
             workers.start_helper(Helper("shoal.bench.accuracy:serve_parameters", f"server {server}", role))
         step = 0
         evaluations = workers.ask("begin", run=msgspec.to_builtins(run))
@@ -511,21 +504,22 @@ def where_reached(values: list[float], target: float) -> int | None:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> AccuracyWorker:
     """Train what is ordered."""
     place.set_up_process()
     worker = AccuracyWorker(place, msgspec.convert(arguments, AccuracyConfig))
     stack.push(worker.close)
-    return {"ready": worker.warm_up, "begin": worker.begin, "train": worker.train, "finish": worker.finish}
+    return worker
 
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one run until the workers are done with it."""
     place = msgspec.convert(arguments["place"], Place)
     place.set_up_process()
-    role = msgspec.convert(arguments["arguments"], AccuracyServer)
-    config, contender = role.config, role.run.contender
-    with place.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
+    role = arguments["arguments"]
+    run, config = msgspec.convert(role["run"], AccuracyRun), msgspec.convert(role["config"], AccuracyConfig)
+    contender = run.contender
+    with place.open_with_servers(_group_name(run), config.num_servers, role["server"]) as group:
         model, optimizer = beginner(config, place.device(config.device))
         strategy = make_contender(group, contender.strategy, contender.options)
         with contextlib.suppress(SystemExit):
@@ -543,7 +537,7 @@ def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
 
 
 class AccuracyWorker:
-    """What one worker has of the data, and the trainee under way, with what it is attached to."""
+    """What one worker has of the data, and the trainee under way; its methods are the orders."""
 
     def __init__(self, place: Place, config: AccuracyConfig) -> None:
         self._place = place
@@ -556,7 +550,7 @@ class AccuracyWorker:
         self._attached: tuple[Trainee, Strategy, Metered] | None = None
         self._stack = contextlib.ExitStack()
 
-    def warm_up(self) -> None:
+    def ready(self) -> None:
         """Do what takes longer when a process does it for the first time."""
         from shoal.simulate.tasks import accuracy_of
 

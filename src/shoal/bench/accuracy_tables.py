@@ -18,6 +18,7 @@ from shoal.bench.accuracy import (
     where_reached,
 )
 from shoal.report import Report
+from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, title_line
@@ -95,8 +96,7 @@ def summarize_accuracy(report: Report) -> dict[str, Any]:
             split: {name: round(statistics.fmean(points), 2) for name, points in named.items()}
             for split, named in changes.items()
         }
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def headline(report: Report) -> list[str]:

@@ -124,6 +124,18 @@ def difference(tensor: torch.Tensor, expected: Expected) -> str:
     return f"element {worst} is {float(tensor[worst]):g} and should be {float(wanted[worst]):g}"
 
 
+def _filling(
+    tensors: Sequence[torch.Tensor], call: Callable[[], object]
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Make what `Call.run` is of a call whose results are in these tensors."""
+
+    def run() -> Sequence[torch.Tensor]:
+        call()
+        return tensors
+
+    return run
+
+
 def _all_reduce(stage: Stage) -> Call:
     group, tensor = stage.group, stage.tensor()
     expected = Expected(group.size, sum(range(group.size)))
@@ -213,17 +225,7 @@ def _publish(
     return Call(run, [expected])
 
 
-def _barrier(stage: Stage) -> Call:
-    group = stage.group
-
-    def run() -> list[torch.Tensor]:
-        group.barrier().wait()
-        return []
-
-    return Call(run)
-
-
-SHOAL = {
+SHOAL: dict[str, Callable[[Stage], Call]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
@@ -231,7 +233,7 @@ SHOAL = {
     "pair_gossip": _pair_gossip,
     "publish_fetch": _publish_fetch,
     "publish_mix": _publish_mix,
-    "barrier": _barrier,
+    "barrier": lambda stage: Call(_filling([], lambda: stage.group.barrier().wait())),
 }
 
 
@@ -240,41 +242,20 @@ SHOAL = {
 
 def _gloo_all_reduce(stage: Stage) -> Call:
     tensor, size = stage.tensor(), stage.group.size
-
-    def run() -> list[torch.Tensor]:
-        distributed.all_reduce(tensor)
-        return [tensor]
-
+    run = _filling([tensor], lambda: distributed.all_reduce(tensor))
     return Call(run, [Expected(size, sum(range(size)))], tensor.zero_)
 
 
 def _gloo_broadcast(stage: Stage) -> Call:
     tensor = stage.tensor()
-
-    def run() -> list[torch.Tensor]:
-        distributed.broadcast(tensor, 0)
-        return [tensor]
-
-    return Call(run, [Expected(1, 0)])
+    return Call(_filling([tensor], lambda: distributed.broadcast(tensor, 0)), [Expected(1, 0)])
 
 
 def _gloo_all_gather(stage: Stage) -> Call:
     tensor, ranks = stage.tensor(), range(stage.group.size)
     parts = [torch.empty_like(tensor) for _ in ranks]
-
-    def run() -> list[torch.Tensor]:
-        distributed.all_gather(parts, tensor)
-        return parts
-
+    run = _filling(parts, lambda: distributed.all_gather(parts, tensor))
     return Call(run, [Expected(1, rank) for rank in ranks])
-
-
-def _gloo_exchange(stage: Stage) -> Call:
-    return _average(stage, stage.neighbours())
-
-
-def _gloo_pair_gossip(stage: Stage) -> Call:
-    return _average(stage, [[partner] for partner in stage.partners()])
 
 
 def _average(stage: Stage, heard: list[list[int]]) -> Call:
@@ -310,19 +291,11 @@ def _for_messages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-def _gloo_barrier(stage: Stage) -> Call:
-    def run() -> list[torch.Tensor]:
-        distributed.barrier()
-        return []
-
-    return Call(run)
-
-
-GLOO_CALLS = {
+GLOO_CALLS: dict[str, Callable[[Stage], Call]] = {
     "all_reduce": _gloo_all_reduce,
     "broadcast": _gloo_broadcast,
     "all_gather": _gloo_all_gather,
-    "exchange": _gloo_exchange,
-    "pair_gossip": _gloo_pair_gossip,
-    "barrier": _gloo_barrier,
+    "exchange": lambda stage: _average(stage, stage.neighbours()),
+    "pair_gossip": lambda stage: _average(stage, [[partner] for partner in stage.partners()]),
+    "barrier": lambda _: Call(_filling([], distributed.barrier)),
 }

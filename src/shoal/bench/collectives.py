@@ -24,11 +24,12 @@ import msgspec
 from shoal.bench.contenders import DeviceKind, device_of, synchronize
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
 from shoal.core.run_options import flag
 from shoal.report import Report, Row
+from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items, title_line
@@ -333,25 +334,30 @@ def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
     """Measure what is ordered."""
     place.set_up_process()
     stack.enter_context(place.gloo())
     device = place.device(arguments["device"])
     group = stack.enter_context(place.open_group("collectives"))
-    return {"measure": Stopwatch(group, device).measure}
+    return Stopwatch(group, device)
 
 
-def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
     """Measure what is ordered, in groups whose machines have so many `workers` each."""
     from shoal.group import Shaped
 
     place.set_up_process()
     device = place.device(arguments["device"])
     profile = arguments["profile"]
-    opened = {
-        via: stack.enter_context(_open_between(place, via, arguments["workers"])) for via in arguments["via"]
-    }
+    opened = {}
+    for via in arguments["via"]:
+        group = place.open_group(
+            f"collectives-{via}",
+            workers_per_machine=arguments["workers"],
+            encrypt="always" if via == TLS else "never",
+        )
+        opened[via] = stack.enter_context(group)
     meeting = next(iter(opened.values()))
     sizes = Counter(meeting.machines).values()
     if [*sizes] != [arguments["workers"]] * arguments["machines"]:
@@ -368,11 +374,7 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
         contenders[LINK] = GroupContender(alone, now_s=now_s)
     else:  # no profile slows gloo down
         stack.enter_context(place.gloo())
-    return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
-
-
-def _open_between(place: Place, via: str, workers: int) -> Group:
-    return place.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
+    return Stopwatch(meeting, device, contenders, has_gloo=profile is None)
 
 
 def _links_alone(group: Group, profile: str, **between: Any) -> tuple[Group, Callable[[], float]]:
@@ -505,8 +507,7 @@ def summarize_collectives(report: Report) -> dict[str, Any]:
         for via in (GROUP, FOREIGN, PLAIN, TLS)
         if via in by_via
     ]
-    failed = len(report.failed)
-    return {"rows": rows, **({"failed": failed} if failed else {})}
+    return with_failed(report, {"rows": rows})
 
 
 def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shoal.bench.compare import (
     worst_of,
 )
 from shoal.report import Report
-from shoal.report.schema import label_of
+from shoal.report.schema import label_of, with_failed
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, title_line
@@ -122,8 +122,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
         }
     result[NOT_REACHED] = {name: outcome.why() for name, outcome in outcomes.items() if outcome.reasons}
     result[ENDED_EARLY] = {name: outcome.why_ended() for name, outcome in outcomes.items() if outcome.endings}
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def headline(report: Report) -> list[str]:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import Answers, Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
+from shoal.bench.workers import Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
 from shoal.group.operations import ClockSleeper
 from shoal.report.storage import write_atomically
-from shoal.simulate.contest import course_of
+from shoal.simulate.contest import Errand, course_of
 from shoal.simulate.exact import Trainer, charged, serve
 from shoal.simulate.job import CourseRecord, Job, WorkerLog
 from shoal.simulate.tasks import make_task
@@ -49,10 +48,8 @@ class RealContest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def run(self, job: Job, world: World) -> CourseRecord:
         """As `simulate.contest.run_job`, in real seconds; a job whose workers fail is a record with an error.
@@ -120,12 +117,10 @@ def _log(told: StoredLog) -> WorkerLog:
 # --- a worker ---
 
 
-class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
+class RealErrand(Errand, frozen=True, kw_only=True):
     """One job of the workers; `number` tells it from all others."""
 
     number: int
-    job: Job
-    world: World
 
     @property
     def group_name(self) -> str:
@@ -135,11 +130,6 @@ class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
     def file_of_server(self, folder: str, server: int) -> Path:
         """Where a server's staleness is found when it is done."""
         return Path(folder) / f"{self.group_name}-server-{server}.json"
-
-    def plain(self) -> dict[str, Any]:
-        """Plain values that an order can carry."""
-        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return values
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> RealErrand:
@@ -154,32 +144,38 @@ class StoredLog(msgspec.Struct, frozen=True):
     file: str
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
     """Train what is ordered."""
     place.set_up_process()
+    return RealWorker(place)
 
-    def warm_up(errand: dict[str, Any]) -> None:
-        """What a process does for the first time takes longer."""
+
+class RealWorker:
+    """One worker of a contest; its methods are the orders."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def ready(self, errand: dict[str, Any]) -> None:
+        """Do what takes longer when a process does it for the first time."""
         task = make_task(RealErrand.read(errand).job)
-        model, (inputs, labels) = task.model(), next(task.batches(place.rank))
+        model, (inputs, labels) = task.model(), next(task.batches(self._place.rank))
         task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
 
-    return {"ready": warm_up, "train": lambda errand: train(place, RealErrand.read(errand))}
-
-
-def train(place: Place, errand: RealErrand) -> dict[str, Any]:
-    """One job, from the opening of its group to its end."""
-    world = errand.world
-    if world.num_servers:
-        opened = place.open_with_servers(errand.group_name, world.num_servers)
-    else:
-        opened = place.open_group(errand.group_name, workers_per_machine=world.workers_per_machine)
-    trainer = Trainer(make_task(errand.job), place.rank)
-    with opened:
-        group = shaped(opened, world)
-        pace = Pace(group, StepCosts(world, place.rank), world.compute.forward_share)
-        trainer.train(group, SYSTEM_CLOCK, pace.charged)
-    return _told(trainer.log, Path(place.folder) / f"{errand.group_name}-{place.rank}.safetensors")
+    def train(self, errand: dict[str, Any]) -> dict[str, Any]:
+        """Do one job, from the opening of its group to its end."""
+        place, given = self._place, RealErrand.read(errand)
+        name, world = given.group_name, given.world
+        if world.num_servers:
+            opened = place.open_with_servers(name, world.num_servers)
+        else:
+            opened = place.open_group(name, workers_per_machine=world.workers_per_machine)
+        trainer = Trainer(make_task(given.job), place.rank)
+        with opened:
+            group = shaped(opened, world)
+            pace = Pace(group, StepCosts(world, place.rank), world.compute.forward_share)
+            trainer.train(group, SYSTEM_CLOCK, pace.charged)
+        return _told(trainer.log, Path(place.folder) / f"{name}-{place.rank}.safetensors")
 
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
@@ -188,7 +184,7 @@ def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     place.set_up_process()
     errand = RealErrand.read(arguments["arguments"]["errand"])
     server = int(arguments["arguments"]["server"])
-    with place.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
+    with place.open_with_servers(errand.group_name, errand.world.num_servers, server) as group:
         staleness = serve(make_task(errand.job), shaped(group, errand.world))
         write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
 

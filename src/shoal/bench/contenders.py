@@ -90,25 +90,20 @@ def sends_by_itself(strategy: str) -> bool:
     return strategy != NONE and find(strategy)[0].has_own_channel
 
 
-def is_asynchronous(strategy: str) -> bool:
-    """Whether workers meet under none but special options.
+def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether no worker waits for another, so that each has its own pace; `options` are by strategy.
 
     A report may name a strategy from outside that is not here: that counts as one whose workers wait.
     """
-    try:
-        return strategy != NONE and find(strategy)[0].is_asynchronous
-    except UsageError:
-        return False
-
-
-def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether no worker waits for another, so that each has its own pace; `options` are by strategy."""
     if strategy == NONE:
         return True
     own = options.get(strategy, {})
     has_rounds = any(own.get(name) for name in (*WAITS_FOR_ALL, "force_barrier"))
-    has_rounds = has_rounds or own.get("mode", "async") != "async"
-    return is_asynchronous(strategy) and not has_rounds
+    try:
+        is_asynchronous = find(strategy)[0].is_asynchronous
+    except UsageError:
+        return False
+    return is_asynchronous and not has_rounds and own.get("mode", "async") == "async"
 
 
 def has_option(strategy: str, option: str) -> bool:
@@ -243,15 +238,11 @@ def workers_device(
     device = device_of(asked, no_cuda=no_cuda, is_here=not hosts.are_named)
     if device == "cuda" and has_shared_gpus(hosts, num_workers):
         tell_sharing(hosts, num_workers)
-    if device == "cpu" and not hosts.are_named and hosts.launched_size is None:
-        tell_sharing_cores(num_workers)
-    return device
-
-
-def tell_sharing_cores(num_workers: int) -> None:
-    """Say that there are more workers than cores, where it is so: each is slower than it would be alone."""
-    if num_workers > (num_here := num_cores()):
+    num_here = num_cores()
+    are_here = not hosts.are_named and hosts.launched_size is None
+    if device == "cpu" and are_here and num_workers > num_here:
         emit(f"{num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
+    return device
 
 
 def num_gpus() -> int:

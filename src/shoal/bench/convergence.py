@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ from shoal.bench.frame import (
     RunFlags,
     Tell,
     measured,
+    same_fields,
 )
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
@@ -36,15 +37,12 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import memory
 from shoal.report import Curve, Report
-from shoal.report.curves import BEHIND, STALENESS
+from shoal.report.curves import BEHIND, STALENESS, evenly
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, histogram_items, title_line
 from shoal.simulate.mixture.settings import MixtureSettings
-
-if TYPE_CHECKING:
-    from shoal.simulate.mixture.settings import MixtureSettings
-
 
 ACCURACY, ACCURACY_5, FINAL_LOSS = "val_accuracy", "val_accuracy_last_5", "final_val_loss"
 MEAN_STALENESS, EXPERT_STALENESS, VIRTUAL = "mean_staleness", "mean_expert_staleness", "virtual_s"
@@ -209,7 +207,6 @@ def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[st
             f"{unfit[0]} is of mixtures of experts, and large-ffn has none.",
             next_step="leave it out, or say --model dmoe.",
         )
-    same = [name for name in ConvergenceFlags.__struct_fields__ if name in MixtureSettings.__struct_fields__]
     steps = flags.steps or (_SHORT_STEPS if run.short else _USUAL.steps)
     resolved = {
         "layer_dim": flags.layer_dim or _LAYER_DIMS[flags.model],
@@ -218,7 +215,7 @@ def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[st
         "device": device_of(flags.device),
     }
     return ConvergenceConfig(
-        **{**{name: getattr(flags, name) for name in same}, **resolved},
+        **{**same_fields(flags, MixtureSettings), **resolved},
         is_faithful=flags.faithful,
         seed=run.seed,
         num_seeds=flags.seeds or (1 if run.short else NUM_SEEDS),
@@ -466,8 +463,7 @@ def summarize_convergence(report: Report) -> dict[str, Any]:
         if samples:
             result[metric] = round(statistics.fmean(samples), places)
     result["num_seeds"] = len(_samples(report, ACCURACY))
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def last_accuracies(report: Report, num_last: int) -> list[float]:
@@ -549,7 +545,7 @@ def _evaluations(report: Report) -> Table | None:
     heads = ("updates", "virtual s", "accuracy %", "loss", "train loss")
     table = Table(title, tuple(map(Column, heads)))
     count = min(len(points["value"]) for points in accuracy.starts)
-    for index in _kept(count):
+    for index in evenly(count, MAX_LINES):
         at = accuracy.starts[0]["step"][index]
         trained = [] if training is None else [_before(points, at) for points in training.starts]
         table.rows.append(
@@ -577,18 +573,12 @@ def _before(points: dict[str, list[float]], at: float) -> float | None:
     return values[-1] if values else None
 
 
-def _kept(count: int) -> list[int]:
-    if count <= MAX_LINES:
-        return list(range(count))
-    return list({round(index * (count - 1) / (MAX_LINES - 1)): True for index in range(MAX_LINES)})
-
-
 def _curve(report: Report, metric: str) -> Curve | None:
     return next((curve for curve in report.curves if curve.metric == metric), None)
 
 
 def _samples(report: Report, metric: str) -> list[float]:
-    return [sample for row in report.rows if row.metric == metric for sample in row.samples]
+    return [sample for row in rows_of(report, metric) for sample in row.samples]
 
 
 def _spread(values: Sequence[float], places: int) -> str:

@@ -35,15 +35,16 @@ from shoal.bench.contenders import (
     tell_slow_images,
     workers_text,
 )
-from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured, same_fields
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.bench.workers import Backend as TorchBackend
+from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
 from shoal.doctor.machine import describe_machine
 from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import PERCENTILES, percentiles
 from shoal.report.views import Items
 
@@ -207,19 +208,18 @@ def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
     usual: Backend = "shoal"
     if strategy == "ddp":
         usual = "nccl" if is_gpu and not is_shared else "gloo"
+    resolved = {
+        "image_size": image_size,
+        "bucket_size": bucket_size,
+        "distributed_backend": flags.distributed_backend or usual,
+        "strategy": strategy,
+        "num_workers": size,
+        "device": device,
+    }
     return DdpConfig(
+        **{**same_fields(flags, DdpConfig), **resolved},
         models=tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models)),
-        batch_size=flags.batch_size,
-        image_size=image_size,
-        num_warmup=flags.num_warmup,
-        num_iters=flags.num_iters,
-        bucket_size=bucket_size,
-        distributed_backend=flags.distributed_backend or usual,
-        strategy=strategy,
         options=options_of(strategy, flags.option, bucket_size),
-        num_workers=size,
-        workers_per_machine=flags.workers_per_machine,
-        device=device,
         seed=run.seed,
     )
 
@@ -248,7 +248,7 @@ def take_part(flags: DdpFlags) -> None:
 
 def bucket_size_of(strategy: str, asked: int | None) -> int | None:
     """The size that was asked for, or the document's; UsageError for a strategy that has no buckets."""
-    if has_buckets(strategy):
+    if has_option(strategy, "bucket_mib"):
         return asked or DOCUMENT_BUCKET_SIZE
     if asked is not None:
         raise UsageError(
@@ -273,11 +273,6 @@ def options_of(strategy: str, given: Mapping[str, str], bucket_size: int | None)
         )
     sized = {} if bucket_size is None else {"bucket_mib": bucket_size}
     return all_options(strategy, {**sized, **given})
-
-
-def has_buckets(strategy: str) -> bool:
-    """Whether a strategy shares gradients in buckets."""
-    return has_option(strategy, "bucket_mib")
 
 
 # --- the scenario ---
@@ -400,20 +395,14 @@ def numbered(names: Sequence[Any]) -> list[int]:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> DdpWorker:
     """Measure what is ordered."""
     place.set_up_process()
-    worker = DdpWorker(place, msgspec.convert(arguments, DdpConfig))
-    return {
-        "place": worker.place,
-        "machine": worker.machine,
-        "warm_up": worker.warm_up,
-        "measure": worker.measure,
-    }
+    return DdpWorker(place, msgspec.convert(arguments, DdpConfig))
 
 
 class DdpWorker:
-    """What one worker does."""
+    """What one worker does; its methods are the orders."""
 
     def __init__(self, place: Place, config: DdpConfig) -> None:
         self._place = place
@@ -532,7 +521,7 @@ def encode_ddp(report: Report) -> bytes:
 def summarize_ddp(report: Report) -> dict[str, Any]:
     """The RESULT line: percentiles of each stage by model, and the headline."""
     models: dict[str, Any] = {}
-    for row in _measured_rows(report, SECONDS):
+    for row in rows_of(report, SECONDS):
         batch_size = int(row.key["batch_size"])
         figures = dict(zip((f"p{q}" for q in PERCENTILES), percentiles(row.samples), strict=True))
         models.setdefault(str(row.key["model"]), {})[str(row.key["label"])] = {
@@ -548,11 +537,11 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
     }
     skews = {
         f"{row.key['model']} {row.key['label']}": round(statistics.median(row.samples), 4)
-        for row in _measured_rows(report, SKEW)
+        for row in rows_of(report, SKEW)
     }
     if skews:
         result["slowest_over_fastest"] = skews
-    return {**result, "failed": len(report.failed)} if report.failed else result
+    return with_failed(report, result)
 
 
 def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
@@ -569,7 +558,7 @@ def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
 def ddp_items(report: Report) -> Items:
     """The header, then a table for each model, with what is wrong with it under it."""
     items: Items = [*header_lines(report), ""]
-    for row in _measured_rows(report, ALIKE):
+    for row in rows_of(report, ALIKE):
         if min(row.samples) < 1:
             text = f"Warning: {row.key['host']} differs from the first machine: {row.key['differs_in']}."
             items += [(text, "yellow"), ""]
@@ -595,7 +584,7 @@ def header_lines(report: Report) -> Iterator[str]:
     """Versions, what was measured with, and how the machines are built."""
     config, environment = report.config, report.environment
     versions = environment.get("versions", {})
-    num_others = len(_measured_rows(report, ALIKE))
+    num_others = len(rows_of(report, ALIKE))
     yield from ("-" * len(_TITLE), _TITLE, "-" * len(_TITLE), "")
     yield f"* Shoal version: {report.code}"
     yield f"* PyTorch version: {versions.get('torch', 'unknown')}"
@@ -637,8 +626,8 @@ def _skew_lines(report: Report, model: object) -> Items:
     """One for each stage in which ranks were not equally fast."""
     items: Items = []
     num_iters = int(report.config["num_iters"])
-    seconds = {row.key["label"]: row for row in _measured_rows(report, SECONDS) if row.key["model"] == model}
-    for row in _measured_rows(report, SKEW):
+    seconds = {row.key["label"]: row for row in rows_of(report, SECONDS) if row.key["model"] == model}
+    for row in rows_of(report, SKEW):
         if row.key["model"] == model and (factor := statistics.median(row.samples)) >= NOTABLE_SKEW:
             label = row.key["label"]
             slowest = slowest_rank(seconds[label], num_iters)
@@ -656,7 +645,3 @@ def slowest_rank(row: Row, num_iters: int) -> int:
         for index, time_s in enumerate(start):
             times_s.setdefault(index // num_iters, []).append(time_s)
     return max(times_s, key=lambda rank: statistics.median(times_s[rank]))
-
-
-def _measured_rows(report: Report, metric: str) -> list[Row]:
-    return [row for row in report.rows if row.metric == metric and row.starts]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -231,19 +231,9 @@ class DhtRunFlags(RunFlags, frozen=True, kw_only=True):
 
 
 _FIELDS = {
-    "num_experts": (EXPERTS, "num_experts"),
-    "expert_batch_size": (EXPERTS, "expert_batch_size"),
-    "wait_after_request": (EXPERTS, "wait_after_request_s"),
-    "wait_before_read": (EXPERTS, "wait_before_read_s"),
-    "num_keys": (KEYS, "num_keys"),
-    "total_num_rounds": (KEYS, "total_num_rounds"),
-    "num_store_peers": (KEYS, "num_store_peers"),
-    "num_get_peers": (KEYS, "num_get_peers"),
-    "num_threads": (KEYS, "num_threads"),
-    "failure_rate": (KEYS, "failure_rate"),
-    "delay": (KEYS, "delay_s"),
-    "wait_after_iteration": (KEYS, "wait_after_iteration_s"),
-    "latest": (KEYS, "latest"),
+    field.removesuffix("_s"): (mode, field)
+    for mode, plan in ((EXPERTS, ExpertsPlan), (KEYS, KeysPlan))
+    for field in plan.__struct_fields__
 }
 """By the flag's name: the mode that it belongs to, and its field there."""
 _NUM_PEERS = {EXPERTS: 32, KEYS: 16}
@@ -263,7 +253,10 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
         if name in _FIELDS:
             owner, field = _FIELDS[name]
             if owner != mode:
-                raise _wrong_mode(name, owner, mode)
+                raise UsageError(
+                    f"--{name.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
+                    next_step=f"leave it out, or say --mode {owner}.",
+                )
             fields[field] = flags.pop(name)
     _check_time(flags, is_virtual=is_virtual)
     num_peers = flags.get("num_peers", _NUM_VIRTUAL_PEERS if is_virtual else _NUM_PEERS[mode])
@@ -305,13 +298,6 @@ def _check_time(flags: Mapping[str, Any], *, is_virtual: bool) -> None:
             "--profile describes a simulated network, and this benchmark runs on sockets.",
             next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
         )
-
-
-def _wrong_mode(name: str, owner: str, mode: str) -> UsageError:
-    return UsageError(
-        f"--{name.replace('_', '-')} belongs to --mode {owner}, not to --mode {mode}.",
-        next_step=f"leave it out, or say --mode {owner}.",
-    )
 
 
 # --- one start ---
@@ -486,8 +472,7 @@ async def _watched(swarm: BenchSwarm, phase: Phase) -> AsyncIterator[None]:
 
 
 def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    direction: Literal["higher", "lower"] = "higher" if metric in _MORE_IS_BETTER else "lower"
-    return Measured(key=key, metric=metric, unit=unit, direction=direction, samples=samples)
+    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
 
 
 _MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import hashlib
 import random
@@ -17,10 +16,12 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
+from shoal.bench.dht import DhtConfig, Totals
+from shoal.bench.frame import Tell
 from shoal.bench.mortal import Graveyard, MortalNetwork, TappedNetwork
 from shoal.bench.workers import Child, Parent, children, end_with_parent, serve
 from shoal.core import (
@@ -40,16 +41,9 @@ from shoal.core.identity import SEED_BYTES, Identity, new_secret
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, Stored, Verdict
 from shoal.dht.settings import DHTSettings
+from shoal.dht.wire import PING, Ping
 from shoal.experts.names import declare_experts, get_experts
 from shoal.transport import Conditions, Endpoint, Membership, MemoryNetwork, Network, Profile, SwarmSecret
-
-if TYPE_CHECKING:
-    from shoal.bench.dht import DhtConfig
-from types import TracebackType
-
-from shoal.bench.dht import Totals
-from shoal.bench.frame import Tell
-from shoal.dht.wire import PING, Ping
 
 # --- where peers stand ---
 
@@ -128,7 +122,8 @@ class PeerHost:
         network, kill, identity, membership, host = self._place(number)
         tap = None if self._graveyard is None else TappedNetwork(network, self._graveyard)
         async with contextlib.AsyncExitStack() as opening:
-            endpoint = Endpoint(membership=membership, network=tap or network, peer_id=identity.peer_id)
+            heard = network if tap is None else cast("Network", tap)
+            endpoint = Endpoint(membership=membership, network=heard, peer_id=identity.peer_id)
             await opening.enter_async_context(endpoint)
             await endpoint.listen(Address(host, 0))
             dht = DHT(join=join, identity=identity, settings=self._settings, endpoint=endpoint)
@@ -348,31 +343,26 @@ def host(arguments: dict[str, Any], parent: Parent) -> None:
     peers = PeerHost(places, settings, has_deaths=arguments["has_deaths"])
     with LoopThread() as loop, contextlib.ExitStack() as closing:
         closing.callback(lambda: loop.run(peers.close()))
-        orders: dict[str, Callable[..., Any]] = {
-            name: functools.partial(_run, loop, getattr(peers, name))
-            for name in (
-                "create",
-                "declare",
-                "fetch",
-                "store",
-                "get",
-                "kill",
-                "bury",
-                "round_trips",
-                "totals",
-            )
-        }
-        serve(parent, {**orders, "settle": settle, "memory": memory})
+        serve(parent, _Orders(loop, peers))
 
 
-def _run(loop: LoopThread, order: Callable[..., Coroutine[Any, Any, Any]], **details: Any) -> Any:
-    return loop.run(order(**details))
+class _Orders:
+    """What a process is ordered: the coroutines of its peers, on their loop, and what is of the process."""
 
+    def __init__(self, loop: LoopThread, peers: PeerHost) -> None:
+        self._loop = loop
+        self._peers = peers
 
-def settle() -> None:
-    """Peers have been made: hundreds of them are not garbage that is worth looking through again."""
-    gc.collect()
-    gc.freeze()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda **details: self._loop.run(getattr(self._peers, name)(**details))
+
+    def settle(self) -> None:
+        """Peers have been made: hundreds of them are not garbage that is worth looking through again."""
+        gc.collect()
+        gc.freeze()
+
+    def memory(self) -> tuple[int, int]:
+        return memory()
 
 
 def memory() -> tuple[int, int]:
@@ -430,10 +420,8 @@ class ProcessFleet:
         self._children = self._stack.enter_context(started)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     async def deal(
         self, order: str, queues: Sequence[Iterable[Details]], on_answer: Callable[[Any], None]
@@ -475,9 +463,7 @@ class VirtualFleet:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._host.close()
 
     async def deal(

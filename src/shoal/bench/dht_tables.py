@@ -11,14 +11,15 @@ import msgspec
 
 from shoal.bench.dht import EXPERTS, DhtConfig
 from shoal.report import Report
+from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import percentiles
+from shoal.report.units import rounded
 from shoal.report.views import Items, title_line
 
 MIB = 1 << 20
 MEMORY_KIND = "PSS" if sys.platform == "linux" else "peak RSS"
 _PERCENTILES = (50, 90, 95, 99)
 _TRAFFIC = ("messages", "datagrams", "bytes")
-_NOT_IN_EVERY_START = ("store_failures", "expired_batches")
 Start = dict[str, list[float]]
 """Samples of one process start, by metric."""
 
@@ -29,7 +30,7 @@ def summarize_dht(report: Report) -> dict[str, Any]:
     Times a key are a phase's divided by its records or keys; latencies are an operation's, which is a batch
     in experts mode. Times of a virtual world are simulated, but for `wall_s`.
     """
-    starts = _starts(report)
+    starts = by_start(report, "create")
     config = msgspec.convert(report.config, DhtConfig)
     result: dict[str, Any] = {
         "mode": config.mode,
@@ -42,21 +43,20 @@ def summarize_dht(report: Report) -> dict[str, Any]:
     if starts:
         each = [_figures(start, config) for start in starts]
         for name in each[0]:
-            result[name] = _rounded(statistics.median(figures[name] for figures in each))
+            result[name] = rounded(statistics.median(figures[name] for figures in each))
         result["memory_kind"] = MEMORY_KIND
         result["hops"] = _distribution(hops for start in starts for hops in start["get_hops"])
-        if failures := _failures(report):
+        if failures := by_reason(report, "store_failures"):
             result["store_failures"] = failures
     result |= {"bucket_size": config.settings.bucket_size, "num_replicas": config.settings.num_replicas}
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def dht_items(report: Report) -> Items:
     """The lines of each start, and what failed in any of them."""
     items: Items = [title_line(report), ""]
     config = msgspec.convert(report.config, DhtConfig)
-    starts = _starts(report)
+    starts = by_start(report, "create")
     for number, start in enumerate(starts, 1):
         if len(starts) > 1:
             items.append(f"Start {number} of {len(starts)}")
@@ -64,23 +64,6 @@ def dht_items(report: Report) -> Items:
     items += [(line, "red") for line in _failure_lines(report, starts)]
     items += [(f"failed: {' '.join((row.error or '').split())}", "red") for row in report.failed]
     return items
-
-
-def _starts(report: Report) -> list[Start]:
-    rows = {
-        row.metric: row.starts for row in report.rows if row.starts and row.metric not in _NOT_IN_EVERY_START
-    }
-    return [
-        {metric: samples[number] for metric, samples in rows.items()}
-        for number in range(len(rows.get("create", ())))
-    ]
-
-
-def _failures(report: Report) -> dict[str, int]:
-    """Stores that failed, by the reason."""
-    return {
-        str(row.key["reason"]): int(sum(row.samples)) for row in report.rows if row.metric == "store_failures"
-    }
 
 
 # --- figures ---
@@ -175,7 +158,7 @@ def _more_lines(figures: Mapping[str, float], config: DhtConfig) -> Iterator[str
 
 
 def _failure_lines(report: Report, starts: Sequence[Start]) -> Iterator[str]:
-    if failures := _failures(report):
+    if failures := by_reason(report, "store_failures"):
         yield "refused: " + ", ".join(f"{reason} × {count}" for reason, count in failures.items())
     expired = sum(sum(row.samples) for row in report.rows if row.metric == "expired_batches")
     if expired:
@@ -219,8 +202,3 @@ def _num_tried(start: Start, what: str) -> int:
 def _ratio(above: float, below: float) -> float:
     """0 where there is nothing to divide by: virtual time may stand still."""
     return above / below if below else 0.0
-
-
-def _rounded(value: float) -> float | int:
-    short = float(f"{value:.4g}")
-    return int(value) if value == int(value) else short

@@ -17,19 +17,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, RowKey, Tell, row, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
+from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import percentiles
+from shoal.report.units import rounded
 from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
@@ -209,14 +210,10 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
     batch_size = told.get("batch_size", preset.batch_size)
     num_handlers = preset.num_handlers or max(1, num_clients // 2)
     defaults = {
-        "num_experts": preset.num_experts,
-        "num_clients": num_clients,
+        **same_fields(preset, ExpertsConfig),
         "client_processes": min(num_clients, PROCESSES_A_CORE * num_cores()),
-        "batch_size": batch_size,
         "max_batch_size": max(batch_size, preset.max_batch_size or _BATCHES_AT_ONCE * batch_size),
         "num_handlers": min(num_handlers, MAX_LOOPS, max(1, num_cores() // 2)),
-        "expert_class": preset.expert_class,
-        "backward": preset.backward,
     }
     told["device"] = _checked(told["device"]) if "device" in told else default_device()
     return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
@@ -399,7 +396,7 @@ class ExpertsScenario:
             outcome.rss_bytes += _rss_bytes(ready["pid"])
 
         tell("experts without a network")
-        outcome.local_samples_per_s.append(_asked(server, "local"))
+        outcome.local_samples_per_s.append(server.ask("local"))
         clients = _counted(config.num_clients, "client")
         processes = _counted(config.client_processes, "process", "processes")
         tell(f"connecting {clients} in {processes}")
@@ -410,10 +407,10 @@ class ExpertsScenario:
             look()
             outcome.asked, outcome.asked_s = fleet.phase("experts", look)
             look()
-            outcome.server = _asked(server, "memory")
+            outcome.server = server.ask("memory")
             self._echo(fleet, outcome, tell)
             tell("experts without a network, once more")
-            outcome.local_samples_per_s.append(_asked(server, "local"))
+            outcome.local_samples_per_s.append(server.ask("local"))
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
     def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
@@ -421,11 +418,6 @@ class ExpertsScenario:
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
-
-
-def _asked(server: Child, order: str) -> Any:
-    server.order(order=order, details={})
-    return server.expect()["answer"]
 
 
 def _rss_bytes(pid: int) -> list[int]:
@@ -440,8 +432,7 @@ def _rss_bytes(pid: int) -> list[int]:
 
 
 def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    direction: Literal["higher", "lower"] = "higher" if metric in _MORE_IS_BETTER else "lower"
-    return Measured(key=key, metric=metric, unit=unit, direction=direction, samples=samples)
+    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
 
 
 def _counted(count: int, one: str, several: str = "") -> str:
@@ -497,10 +488,8 @@ class ClientFleet:
         self._sizes = {process: len(own) for process, own in zip(processes, numbers, strict=True)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def connect(self) -> None:
         """Wait until every client has its connection."""
@@ -573,18 +562,17 @@ def summarize_experts(report: Report) -> dict[str, Any]:
     `p50_ms` and `p95_ms` are of single forward calls, those with `backward_` of single backward calls.
     """
     config = msgspec.convert(report.config, ExpertsConfig)
-    starts = _starts(report)
+    starts = by_start(report, "samples_per_s")
     result: dict[str, Any] = {"status": _status(report), **msgspec.to_builtins(config)}
     if starts:
         each = [_figures(start) for start in starts]
         names = dict.fromkeys(name for figures in each for name in figures)
         for name in names:
             values = [figures[name] for figures in each if name in figures]
-            result[name] = _rounded(statistics.median(values))
-        if failures := _failures(report):
+            result[name] = rounded(statistics.median(values))
+        if failures := by_reason(report, "failures"):
             result["failures"] = failures
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def experts_items(report: Report) -> Items:
@@ -592,7 +580,7 @@ def experts_items(report: Report) -> Items:
     items: Items = [title_line(report), ""]
     config = msgspec.convert(report.config, ExpertsConfig)
     items += [f"Status: {_status(report)}", *_parameter_lines(config)]
-    starts = _starts(report)
+    starts = by_start(report, "samples_per_s")
     for number, start in enumerate(starts, 1):
         if len(starts) > 1:
             items += ["", f"Start {number} of {len(starts)}"]
@@ -604,16 +592,6 @@ def experts_items(report: Report) -> Items:
     return items
 
 
-def _starts(report: Report) -> list[Start]:
-    """Rows that only some starts have (calls that all failed have no latency) are left out."""
-    rows = {row.metric: row.starts for row in report.rows if row.starts and "reason" not in row.key}
-    num_starts = len(rows.get("samples_per_s", ()))
-    return [
-        {metric: starts[number] for metric, starts in rows.items() if len(starts) == num_starts}
-        for number in range(num_starts)
-    ]
-
-
 def _status(report: Report) -> str:
     return "Failure" if report.failed else "Success"
 
@@ -623,11 +601,6 @@ def _first_words(error: str) -> str:
     return " ".join(error.partition("Traceback (most recent call last)")[0].split()).removesuffix(
         " Likely cause:"
     )
-
-
-def _failures(report: Report) -> dict[str, int]:
-    """Calls that failed, by the name of the error."""
-    return {str(row.key["reason"]): int(sum(row.samples)) for row in report.rows if row.metric == "failures"}
 
 
 # --- figures ---
@@ -715,7 +688,3 @@ def _device_line(figures: dict[str, float], config: ExpertsConfig, device: str) 
         allocated, reserved = (figures[f"gpu_{name}_mib"] * MIB / GB for name in ("allocated", "reserved"))
         line += f", {allocated:.3f} GB allocated, {reserved:.3f} GB reserved"
     return line
-
-
-def _rounded(value: float) -> float | int:
-    return int(value) if value == int(value) else float(f"{value:.4g}")

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from shoal.bench.experts import ECHO, HOST, ExpertsConfig, Tally
-from shoal.bench.workers import Answers, Parent, end_with_parent, serve
+from shoal.bench.workers import Parent, end_with_parent, serve
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
 from shoal.experts.classes import TrainingSettings, expert_class, make_expert
 from shoal.experts.client.client import ExpertClient, RemoteExpert
@@ -46,7 +46,7 @@ def host(arguments: dict[str, Any], parent: Parent) -> None:
     with contextlib.ExitStack() as closing:
         hosted = _Hosted(config, arguments["seed"], closing)
         parent.tell(**hosted.describe())
-        serve(parent, {"local": hosted.local, "memory": hosted.memory})
+        serve(parent, hosted)
         parent.leave()
 
 
@@ -183,21 +183,16 @@ _ECHO_S = 60.0
 
 def attend(arguments: dict[str, Any], parent: Parent) -> None:
     """Be clients until there are no more orders."""
-
-    def answers(closing: contextlib.ExitStack) -> Answers:
-        group = _Group(msgspec.convert(arguments, _Share), closing)
-        return {"connect": group.connect, "echo": group.echo, "experts": group.use_experts}
-
-    be_clients(parent, answers)
+    be_clients(parent, lambda closing: _Group(msgspec.convert(arguments, _Share), closing))
 
 
-def be_clients(parent: Parent, answers: Callable[[contextlib.ExitStack], Answers]) -> None:
-    """Give these answers to orders until there are no more, then end the process."""
+def be_clients(parent: Parent, make: Callable[[contextlib.ExitStack], object]) -> None:
+    """Make clients, and have them take orders until there are no more; then end the process."""
     end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what clients send is on the CPU, and a context takes memory
     torch.set_num_threads(1)
     with contextlib.ExitStack() as closing:
-        serve(parent, answers(closing))
+        serve(parent, make(closing))
         parent.leave()
 
 
@@ -236,7 +231,7 @@ class _Group:
         tallies = self._loop.run(fanout([client.echo() for client in self._clients], deadline))
         return _total(tallies)
 
-    def use_experts(self) -> Tally:
+    def experts(self) -> Tally:
         """Every client sends its batches, one after another."""
         return _total(self._in_threads([client.use_experts for client in self._clients]))
 

@@ -53,6 +53,13 @@ class Measured(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
+def row(
+    key: Mapping[str, Any], metric: str, unit: str, samples: Sequence[float], direction: Direction = "lower"
+) -> Measured:
+    """A row of samples."""
+    return Measured(key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples))
+
+
 def measured(
     metrics: Metrics,
     metric: str,
@@ -62,9 +69,7 @@ def measured(
 ) -> Measured:
     """A row of one of `metrics`: its samples, or why there are none."""
     unit, direction = metrics[metric]
-    return Measured(
-        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
-    )
+    return msgspec.structs.replace(row(key, metric, unit, samples, direction), error=error)
 
 
 class MeasuredCurve(msgspec.Struct, kw_only=True):
@@ -131,6 +136,12 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
     json_file: Annotated[
         Path | None, flag("Write the report's JSON there too; - is stdout.", "--json", metavar="FILE")
     ] = None
+
+
+def same_fields(flags: msgspec.Struct, config: type[msgspec.Struct]) -> dict[str, Any]:
+    """What flags say of the fields that a config has by the same name."""
+    shared = (name for name in flags.__struct_fields__ if name in config.__struct_fields__)
+    return {name: getattr(flags, name) for name in shared}
 
 
 SCENARIOS: dict[str, str] = {
@@ -267,9 +278,8 @@ class _Collected:
     """Rows of one version as they come in, in the order of their first appearance."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Measured] = {}
-        self._starts: dict[str, list[list[float]]] = {}
-        self._failures: dict[str, list[Measured]] = {}
+        self._told: dict[str, list[tuple[int, Measured]]] = {}
+        """By what is the same in all starts: the number of each start, and what it found."""
         self._curves: dict[str, Curve] = {}
         self.machine: dict[str, Any] = {}
         """What is told of another machine than this one, where it measured."""
@@ -291,7 +301,9 @@ class _Collected:
             run(receive)
         except BenchmarkError as error:
             tell(f"failed: {error.what}")
-            self.fail(start, error)
+            text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
+            completed: Metrics = {"completed": ("", "higher")}
+            self.add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
         name = _name(curve)
@@ -304,38 +316,22 @@ class _Collected:
         """Each with all its starts."""
         return list(self._curves.values())
 
-    def add(self, start: int, measured: Measured) -> None:
-        name = _name(measured)
-        self._rows.setdefault(name, measured)
-        if measured.error is None:
-            self._starts.setdefault(name, []).append(measured.samples)
-        else:
-            measured.key = {**measured.key, "start": start + 1}
-            self._failures.setdefault(name, []).append(measured)
-
-    def fail(self, start: int, error: BenchmarkError) -> None:
-        """A whole start broke off: that is a row too."""
-        text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
-        self.add(
-            start,
-            Measured(key={"scenario": "start"}, metric="completed", unit="", direction="higher", error=text),
-        )
+    def add(self, start: int, found: Measured) -> None:
+        """Take what one start found out about a row."""
+        self._told.setdefault(_name(found), []).append((start, found))
 
     def rows(self) -> list[Row]:
         """One row for what was measured, and one more for every start in which it failed."""
         rows = []
-        for name, first in self._rows.items():
-            if name in self._starts:
-                rows.append(
-                    _row(
-                        first,
-                        key={k: v for k, v in first.key.items() if k != "start"},
-                        starts=self._starts[name],
-                    )
-                )
+        for told in self._told.values():
+            first = told[0][1]
+            starts = [found.samples for _, found in told if found.error is None]
+            if starts:
+                rows.append(_row(first, key=first.key, starts=starts))
             rows += [
-                _row(failure, key=failure.key, error=failure.error)
-                for failure in self._failures.get(name, ())
+                _row(found, key={**found.key, "start": start + 1}, error=found.error)
+                for start, found in told
+                if found.error is not None
             ]
         return rows
 

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
+from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, headline, title_line
 
@@ -192,17 +193,13 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
 def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:
     """Make of the flags what is measured; `more` are values that follow the first of --gpus or --hosts."""
     gpus, hosts = _listed_values(flags, more)
-    own = {name: getattr(flags, name) for name in LatencyOptions.__struct_fields__}
     return config_of(
         {
-            **own,
-            "device": flags.device,
+            **same_fields(flags, LatencyConfig),
             "gpus": gpus,
             "max_ping_s": flags.max_ping,
-            "client_processes": flags.client_processes,
             "hosts": hosts,
             "secret_file": None if flags.secret_file is None else str(flags.secret_file.absolute()),
-            "max_batch_size": flags.max_batch_size,
             "passes": ("forward",) if flags.passes == "forward" else ("forward", "forward+backward"),
             "methods": parsed_methods(flags.methods),
             "is_virtual": flags.virtual,
@@ -322,6 +319,7 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
 # --- one start ---
 
 AXIS = "ping_s"
+METRICS: Metrics = {"throughput": ("samples/s", "higher"), "latency": ("s", "lower")}
 
 
 class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,18 +335,9 @@ class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> Iterator[Measured]:
         """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
-        yield Measured(
-            key=key,
-            metric="throughput",
-            unit="samples/s",
-            direction="higher",
-            samples=self.samples_per_s,
-            error=self.error,
-        )
+        yield measured(METRICS, "throughput", key, self.samples_per_s, self.error)
         if self.error is None:
-            yield Measured(
-                key=key, metric="latency", unit="s", direction="lower", samples=self.latency_s, error=None
-            )
+            yield measured(METRICS, "latency", key, self.latency_s)
 
 
 class LatencyScenario:
@@ -411,7 +400,12 @@ class LatencyScenario:
                 return
             for ping_s, passes in points:
                 tell(_point_text("ours", passes, config.pings_s.index(ping_s), len(config.pings_s)))
-                yield _asked(fleet, ping_s, passes)
+                try:
+                    latency_s, rates = fleet.latencies(ping_s, passes), fleet.rates(ping_s, passes)
+                    told: dict[str, Any] = {"latency_s": latency_s, "samples_per_s": rates}
+                except BenchmarkError as error:
+                    told = {"error": error.what}
+                yield LatencyPoint(method="ours", passes=passes, ping_s=ping_s, **told)
 
     def _simulated(self, tell: Tell) -> Iterator[LatencyPoint]:
         from shoal.bench.workers import run_tasks
@@ -437,16 +431,6 @@ class LatencyScenario:
             yield msgspec.convert({**task, **told}, LatencyPoint)
 
 
-def _asked(fleet: Fleet, ping_s: float, passes: Passes) -> LatencyPoint:
-    try:
-        latency_s, samples_per_s = fleet.latencies(ping_s, passes), fleet.rates(ping_s, passes)
-    except BenchmarkError as error:
-        return LatencyPoint(method="ours", passes=passes, ping_s=ping_s, error=error.what)
-    return LatencyPoint(
-        method="ours", passes=passes, ping_s=ping_s, latency_s=latency_s, samples_per_s=samples_per_s
-    )
-
-
 def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Iterator[MeasuredCurve]:
     """A line over the pings for each method: one for each run, and each measured batch, so that they differ.
 
@@ -456,7 +440,7 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
     for found in all_found:
         if found.error is None:
             lines.setdefault((found.method, found.passes), []).append(found)
-    for metric, unit in (("throughput", "samples/s"), ("latency", "s")):
+    for metric, (unit, direction) in METRICS.items():
         for (method, passes), points in lines.items():
             at = points * len(pings_s) if method == "fast" else points
             axis = list(pings_s) if method == "fast" else [point.ping_s for point in points]
@@ -466,7 +450,7 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
                     key={"method": method, "passes": passes},
                     metric=metric,
                     unit=unit,
-                    direction="higher" if metric == "throughput" else "lower",
+                    direction=direction,
                     points={"value": list(repeat), AXIS: axis},
                 )
 
@@ -603,7 +587,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}
     result["headline"] = _sentences(result, config)
-    return {**result, "failed": len(report.failed)} if report.failed else result
+    return with_failed(report, result)
 
 
 def _figures(report: Report, config: LatencyConfig) -> dict[str, float]:
@@ -633,10 +617,7 @@ def _mean(report: Report, method: Method, ping_s: float) -> float | None:
 
 def _row(report: Report, metric: str, method: Method, passes: Passes, ping_s: float) -> Row | None:
     key = {"method": method, "passes": passes, "ping_ms": round(1e3 * ping_s, 6)}
-    for row in report.rows:
-        if row.metric == metric and row.key == key and row.samples:
-            return row
-    return None
+    return next((row for row in rows_of(report, metric) if row.key == key), None)
 
 
 def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
@@ -688,11 +669,7 @@ def _limit_sentence(config: LatencyConfig) -> str:
 def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
-    items: Items = [
-        title_line(report),
-        *headline(report),
-        "",
-    ]
+    items: Items = [title_line(report), *headline(report), ""]
     where = "in virtual time" if config.is_virtual else f"on {config.device}"
     items.append(
         f"{config.num_layers} {config.block_type} blocks of width {config.hid_dim}, batches of "
@@ -710,8 +687,9 @@ def latency_items(report: Report) -> Items:
 
 def _line(report: Report, method: Method, passes: Passes, ping_s: float) -> str:
     parts = [f"{method:4}  ping {ping_s:.4f} s"]
-    for metric, unit in (("latency", "s"), ("throughput", "samples/s")):
+    for metric in ("latency", "throughput"):
         row = _row(report, metric, method, passes, ping_s)
+        unit = METRICS[metric][0]
         parts.append(f"{metric} {_spread(row)} {unit}" if row is not None else f"{metric} failed")
     return "  ".join(parts)
 

@@ -23,7 +23,7 @@ from torch import nn
 from shoal.bench.experts_workers import be_clients
 from shoal.bench.frame import Tell
 from shoal.bench.latency import BACKWARD_COST, RECOMPUTED_COST, LatencyConfig, Method, Passes
-from shoal.bench.workers import Answers, Parent
+from shoal.bench.workers import Parent
 from shoal.core import Address, Deadline, LoopThread, Peer, Scope, ShoalError, fanout
 from shoal.core.clock import Clock, running_clock
 from shoal.core.identity import Identity
@@ -312,12 +312,7 @@ _CALL_S = 600.0  # hundreds of clients may stand in one line
 
 def attend(arguments: dict[str, Any], parent: Parent) -> None:
     """Be clients until there are no more orders."""
-
-    def answers(closing: contextlib.ExitStack) -> Answers:
-        crowd = _Crowd(msgspec.convert(arguments, _Share), closing)
-        return {"connect": crowd.connect, "latency": crowd.latency, "throughput": crowd.throughput}
-
-    be_clients(parent, answers)
+    be_clients(parent, lambda closing: _Crowd(msgspec.convert(arguments, _Share), closing))
 
 
 class _Share(msgspec.Struct, frozen=True):

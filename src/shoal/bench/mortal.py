@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import random
 import socket
 import ssl
 from typing import TYPE_CHECKING, Any, cast
 
-from shoal.core import Address, Clock
+from shoal.core import Address
 from shoal.transport import Network, SocketNetwork
-from shoal.transport.network.sockets import Accepted, Listener, SocketAccepted, SocketListener
+from shoal.transport.network.sockets import Accepted, SocketAccepted, SocketListener
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -101,40 +100,18 @@ class TappedNetwork:
     """Another network, and a count of the datagrams that its peer sends to the dead."""
 
     def __init__(self, inner: Network, graveyard: Graveyard) -> None:
-        self.clock: Clock = inner.clock
-        self.random: random.Random = inner.random
-        self.is_simulated = inner.is_simulated
         self.num_to_dead = 0
         self._inner = inner
         self._graveyard = graveyard
 
-    async def listen(self, address: Address) -> Listener:
-        """As the other network's."""
-        return await self._inner.listen(address)
-
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """As the other network's."""
-        await self._inner.dial(address, protocol, tls=tls)
-
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """As the other network's."""
-        await self._inner.adopt(accepted, protocol, tls=tls)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
         """As the other network's; what is sent is looked at."""
-        carrier = await self._inner.open_datagrams(address, _Between(protocol, self))
-        self.clock = self._inner.clock  # a simulated host gets its own with its address
-        return carrier
-
-    async def resolve(self, address: Address) -> tuple[Any, ...]:
-        """As the other network's."""
-        return await self._inner.resolve(address)
+        return await self._inner.open_datagrams(address, _Between(protocol, self))
 
     def on_send(self, where: tuple[Any, ...]) -> None:
         """A datagram is on its way there."""
@@ -148,34 +125,24 @@ class _Between(asyncio.DatagramProtocol):
     def __init__(self, protocol: asyncio.DatagramProtocol, tap: TappedNetwork) -> None:
         self._protocol = protocol
         self._tap = tap
-        for name in ("datagram_received", "error_received", "pause_writing", "resume_writing"):
+        heard = "datagram_received error_received pause_writing resume_writing connection_lost"
+        for name in heard.split():
             setattr(self, name, getattr(protocol, name))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(_Carrier(cast("asyncio.DatagramTransport", transport), self._tap))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._protocol.connection_lost(exc)
+        self._protocol.connection_made(cast("asyncio.DatagramTransport", _Carrier(transport, self._tap)))
 
 
-class _Carrier(asyncio.DatagramTransport):
-    def __init__(self, carrier: asyncio.DatagramTransport, tap: TappedNetwork) -> None:
-        super().__init__()
+class _Carrier:
+    """A socket whose sends the tap hears of."""
+
+    def __init__(self, carrier: Any, tap: TappedNetwork) -> None:
         self._carrier = carrier
         self._tap = tap
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
     def sendto(self, data: Buffer, addr: Any = None) -> None:
         self._tap.on_send(addr)
-        self._carrier.sendto(data, addr)  # type: ignore[arg-type]
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._carrier.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        return self._carrier.is_closing()
-
-    def close(self) -> None:
-        self._carrier.close()
-
-    def abort(self) -> None:
-        self._carrier.abort()
+        self._carrier.sendto(data, addr)

@@ -27,6 +27,7 @@ from shoal.bench.cost_model import (
 from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
+from shoal.report.schema import rows_of
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
@@ -268,19 +269,18 @@ class _ScalingFigures:
 def _iterations(report: Report) -> dict[str, Seconds]:
     """By strategy."""
     found: dict[str, Seconds] = {}
-    for row in report.rows:
-        if row.metric == SPEED and row.samples:
-            batch_size, size = int(row.key["batch_size"]), int(row.key["num_workers"])
-            seconds = batch_size * size / statistics.median(row.samples)
-            found.setdefault(str(row.key["strategy"]), {})[batch_size, size] = seconds
+    for row in rows_of(report, SPEED):
+        batch_size, size = int(row.key["batch_size"]), int(row.key["num_workers"])
+        seconds = batch_size * size / statistics.median(row.samples)
+        found.setdefault(str(row.key["strategy"]), {})[batch_size, size] = seconds
     return found
 
 
 def _compute(report: Report, none: Seconds) -> Seconds:
     """Of workers that share nothing; one alone is what efficiencies were measured by."""
     found = dict(none)
-    for row in report.rows:
-        if row.metric == EFFICIENCY and row.samples and row.key["strategy"] == NONE:
+    for row in rows_of(report, EFFICIENCY):
+        if row.key["strategy"] == NONE:
             key = int(row.key["batch_size"]), int(row.key["num_workers"])
             if key in none:
                 found.setdefault((key[0], 1), none[key] * statistics.median(row.samples))
@@ -289,8 +289,7 @@ def _compute(report: Report, none: Seconds) -> Seconds:
 
 def _mixings(report: Report) -> dict[int, float]:
     """By number of workers: the seconds of going through a model once, all at the same time."""
-    rows = [row for row in report.rows if row.metric == MIXING and row.samples]
-    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows}
+    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)}
 
 
 def _parameter_bytes(config: ScalingConfig) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.bench.workers import Answers, Helper, Place, Workers, WorkerSettings, open_worker
+from shoal.bench.workers import Helper, Place, Workers, WorkerSettings, open_worker
 from shoal.core import BenchmarkError, PeerLost, UsageError
 from shoal.core.placement import Placement
 from shoal.core.run_options import (
@@ -214,7 +214,7 @@ class RankWorker:
     def __init__(self, control: Group) -> None:
         self._control = control
         self._stack = contextlib.ExitStack()
-        self._answers: Answers = {}
+        self._worker: Any = None
 
     def follow(self, message: dict[str, Any]) -> dict[str, Any]:
         """Do what is ordered; what was opened is abandoned after a failure, so that nobody waits for it."""
@@ -233,7 +233,7 @@ class RankWorker:
 
     def _do(self, kind: str, details: dict[str, Any]) -> Any:
         if kind == _ASK:
-            return self._answers[details["order"]](**details["details"])
+            return getattr(self._worker, details["order"])(**details["details"])
         self._stack.close()
         if kind == _OPEN:
             self._open(**details)
@@ -242,7 +242,7 @@ class RankWorker:
     def _open(self, function: str, key: str, arguments: dict[str, Any]) -> None:
         control = self._control
         place = Place(control.rank, control.size, key, machines=tuple(control.machines))
-        self._answers = open_worker(function, place, arguments, self._stack)
+        self._worker = open_worker(function, place, arguments, self._stack)
 
 
 class Ranks:
@@ -259,15 +259,13 @@ class Ranks:
     def follow(self) -> None:
         """What all but the first do, until there are no more orders."""
         worker = RankWorker(self._control)
-        while (message := self._next())["kind"] != _END:
+        with _waiting_quietly():
+            message = _share(self._control, None)[0]
+        while message["kind"] != _END:
             outcome = worker.follow(message)
             with _waiting_quietly():
                 _share(self._control, outcome)
-
-    def _next(self) -> dict[str, Any]:
-        with _waiting_quietly():
-            message: dict[str, Any] = _share(self._control, None)[0]
-            return message
+                message = _share(self._control, None)[0]
 
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""

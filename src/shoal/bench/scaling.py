@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -41,7 +42,7 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import Answers, LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -320,11 +321,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
     @property
     def key(self) -> RowKey:
         """Of its rows."""
-        return {
-            "strategy": self.strategy,
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-        }
+        return msgspec.structs.asdict(self)
 
     def under(self, strategy: str) -> ScalingPoint:
         """The same with another strategy."""
@@ -540,34 +537,24 @@ def _row(measured: Measured) -> Row:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> ScalingWorker:
     """Train what is ordered."""
     place.set_up_process()
-    worker = ScalingWorker(place, msgspec.convert(arguments, ScalingConfig), stack)
-    return {
-        "open": worker.open,
-        "attach": worker.attach,
-        "warm_up": worker.warm_up,
-        "iterate": worker.iterate,
-        "trace": worker.trace,
-        "close": worker.close,
-        "mix": worker.mix,
-        "machine": worker.machine,
-    }
+    return ScalingWorker(place, msgspec.convert(arguments, ScalingConfig), stack)
 
 
+@dataclass
 class OpenedModel:
     """A trainee, and what it was opened with."""
 
-    def __init__(self, trainee: Trainee, batch_size: int) -> None:
-        self.trainee = trainee
-        self.batch_size = batch_size
-        self.strategy: Strategy | None = None
-        self.is_warm = False
+    trainee: Trainee
+    batch_size: int
+    strategy: Strategy | None = None
+    is_warm: bool = False
 
 
 class ScalingWorker:
-    """The trainees of one worker."""
+    """The trainees of one worker; its methods are the orders."""
 
     def __init__(self, place: Place, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
         self._place = place

@@ -10,6 +10,7 @@ from shoal.bench.contenders import NONE, Spread, iteration_text, workers_text
 from shoal.bench.scaling import EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
 from shoal.core import ShoalError
 from shoal.report import Report, Row
+from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items, title_line
@@ -79,8 +80,7 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
         result[metric] = found
     if report.config.get("should_predict"):
         result["forecast"] = predicted_result(report)
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def headline(report: Report) -> list[str]:

@@ -41,7 +41,6 @@ from shoal.bench.contenders import (
 from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
-    Answers,
     Helper,
     LocalWorkers,
     OpenWorkers,
@@ -347,14 +346,6 @@ def optimizer_named(name: str) -> str:
 # --- the scenario ---
 
 
-class TrainingServer(msgspec.Struct, frozen=True):
-    """Which server of which strategy a process is."""
-
-    strategy: str
-    server: int
-    config: TrainingConfig
-
-
 class TrainingScenario:
     """One start: workers that train in pairs of blocks."""
 
@@ -402,7 +393,7 @@ class TrainingScenario:
     def _attach(self, workers: Workers, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
         for server in range(self._config.num_servers if needs_servers(name) else 0):
-            role = msgspec.to_builtins(TrainingServer(name, server, self._config))
+            role = {"strategy": name, "server": server, "config": msgspec.to_builtins(self._config)}
             workers.start_helper(Helper("shoal.bench.training:serve_parameters", f"server {server}", role))
         workers.ask("attach", strategy=name)
         blocks = self._block(workers, name, self._config.num_warmup)
@@ -527,22 +518,21 @@ def total_speed(blocks: Blocks, batch_size: int) -> float:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> TrainingWorker:
     """Train what is ordered."""
     place.set_up_process()
-    worker = TrainingWorker(place, msgspec.convert(arguments, TrainingConfig), stack)
-    return {"attach": worker.attach, "block": worker.block}
+    return TrainingWorker(place, msgspec.convert(arguments, TrainingConfig), stack)
 
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one strategy until the workers are done."""
     place = msgspec.convert(arguments["place"], Place)
     place.set_up_process()
-    role = msgspec.convert(arguments["arguments"], TrainingServer)
-    config = role.config
-    with place.open_as_server(role.strategy, config.num_servers, role.server) as group:
+    role = arguments["arguments"]
+    config, strategy = msgspec.convert(role["config"], TrainingConfig), role["strategy"]
+    with place.open_with_servers(strategy, config.num_servers, role["server"]) as group:
         trainee = trainee_of(config, 0, place.device(config.device))
-        made = make_contender(group, role.strategy, config.options.get(role.strategy, {}))
+        made = make_contender(group, strategy, config.options.get(strategy, {}))
         with contextlib.suppress(SystemExit):
             made.attach(trainee.model, trainee.optimizer)
 
@@ -562,7 +552,7 @@ def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Train
 
 
 class TrainingWorker:
-    """All trainees of one worker."""
+    """All trainees of one worker; its methods are the orders."""
 
     def __init__(self, place: Place, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
         self._place = place

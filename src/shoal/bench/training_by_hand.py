@@ -31,7 +31,8 @@ from shoal.bench.training import (
 )
 from shoal.core import Address, BenchmarkError, PeerLost, UsageError
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
-from shoal.report import Report, Row
+from shoal.report import Report
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.views import Items
 from shoal.strategies.registry import canonical
 
@@ -276,7 +277,7 @@ def _timed(trainee: Trainee, sleep_s: float) -> float:
 
 def summarize_worker(report: Report) -> dict[str, Any]:
     """The RESULT of one worker."""
-    config, speed = msgspec.convert(report.config, TrainingConfig), _row(report, OWN_SPEED)
+    config, speeds = msgspec.convert(report.config, TrainingConfig), rows_of(report, OWN_SPEED)
     result: dict[str, Any] = {
         "strategy": STRATEGY,
         "model": config.model,
@@ -285,7 +286,7 @@ def summarize_worker(report: Report) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "num_iterations": 0,
     }
-    if speed is not None:
+    for speed in speeds:
         spread = Spread.of(speed.samples)
         result |= {
             "rank": speed.key["rank"],
@@ -293,16 +294,10 @@ def summarize_worker(report: Report) -> dict[str, Any]:
             "examples_per_s": round(spread.mean, 1),
             "error": round(spread.error, 1),
         }
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    speed = _row(report, OWN_SPEED)
-    items: Items = [] if speed is None else [f"Img/sec per worker: {Spread.of(speed.samples)}"]
-    return [*items, *((f"failed: {row.error}", "red") for row in report.failed)]
-
-
-def _row(report: Report, metric: str) -> Row | None:
-    return next((row for row in report.rows if row.metric == metric and row.starts), None)
+    speeds = (f"Img/sec per worker: {Spread.of(speed.samples)}" for speed in rows_of(report, OWN_SPEED))
+    return [*speeds, *((f"failed: {row.error}", "red") for row in report.failed)]

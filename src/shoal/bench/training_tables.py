@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from shoal.bench.training import (
     WAITED,
 )
 from shoal.report import Report, Row
+from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import PERCENTILES, percentiles
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
@@ -72,8 +73,7 @@ def summarize_training(report: Report) -> dict[str, Any]:
     slow, evidence = slow_worker(report)
     if slow is not None or report.config.get("slow_rank") is not None:
         result |= {"slow_worker": slow, "slow_worker_evidence": evidence}
-    failed = len(report.failed)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 def headline(report: Report) -> list[str]:
@@ -131,7 +131,7 @@ def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
 def waits_of(report: Report) -> dict[str, Waits]:
     """By strategy: how long each worker waited for each other one, in all blocks."""
     waits: dict[str, Waits] = {}
-    for row in _rows(report, WAITED):
+    for row in rows_of(report, WAITED):
         who, whom = int(row.key["rank"]), int(row.key["waited_for"])
         waits.setdefault(str(row.key["strategy"]), {}).setdefault(who, {})[whom] = sum(row.samples)
     return waits
@@ -145,13 +145,13 @@ def interval_of(row: Row) -> list[float] | None:
 
 def by_strategy(report: Report, metric: str) -> dict[str, Row]:
     """Rows of a metric that are of all workers together."""
-    return {str(row.key["strategy"]): row for row in _rows(report, metric)}
+    return {str(row.key["strategy"]): row for row in rows_of(report, metric)}
 
 
 def by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
     """Rows of a metric that are of one worker, by strategy."""
     rows: dict[str, dict[int, Row]] = {}
-    for row in _rows(report, metric):
+    for row in rows_of(report, metric):
         rows.setdefault(str(row.key["strategy"]), {})[int(row.key["rank"])] = row
     return rows
 
@@ -159,10 +159,6 @@ def by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
 def pooled(rows: dict[int, Row]) -> list[float]:
     """The samples of all workers."""
     return [sample for row in rows.values() for sample in row.samples]
-
-
-def _rows(report: Report, metric: str) -> Iterable[Row]:
-    return (row for row in report.rows if row.metric == metric and row.starts)
 
 
 def _median(row: Row) -> float:

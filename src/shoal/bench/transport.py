@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
@@ -28,6 +28,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.diff import MIN_STARTS
+from shoal.report.schema import with_failed
 from shoal.transport import Endpoint, Head, Membership, Reply, StreamTransport, SwarmSecret, Transport
 from shoal.transport.trust.tls import Authority, make_context
 
@@ -120,20 +121,12 @@ class TransportScenario:
         tell(f"100-byte echoes, {kind}, one at a time")
         client.latencies_s(SMALL_BYTES, self._config.num_latency_calls // 4)
         latencies_s = client.latencies_s(SMALL_BYTES, self._config.num_latency_calls)
-        yield Measured(
-            key={**key, "in_flight": 1}, metric="latency", unit="s", direction="lower", samples=latencies_s
-        )
+        yield row({**key, "in_flight": 1}, "latency", "s", latencies_s)
         in_flight, block_s = self._config.in_flight_small, self._config.block_s
         tell(f"100-byte echoes, {kind}, {in_flight} in flight")
         client.calls_per_s(SMALL_BYTES, in_flight, block_s)
         rates = [client.calls_per_s(SMALL_BYTES, in_flight, block_s) for _ in range(self._config.repeats)]
-        yield Measured(
-            key={**key, "in_flight": in_flight},
-            metric="calls_per_s",
-            unit="1/s",
-            direction="higher",
-            samples=rates,
-        )
+        yield row({**key, "in_flight": in_flight}, "calls_per_s", "1/s", rates, "higher")
 
     def _large(
         self, client: EchoClient, via: str, raw_via: str, in_flight: int, tell: Tell
@@ -152,16 +145,9 @@ class TransportScenario:
                         ceiling.append(raw.echo_for(block_s) / 1e9)
         del ours[0], ceiling[0]  # the warm-up
         for name, rates in ((via, ours), (raw_via, ceiling)):
-            yield Measured(
-                key={**key, "via": name}, metric="echo", unit="GB/s", direction="higher", samples=rates
-            )
-        yield Measured(
-            key=key,
-            metric=f"fraction_of_{raw_via.replace('-', '_')}",
-            unit="",
-            direction="higher",
-            samples=[mine / theirs for mine, theirs in zip(ours, ceiling, strict=True)],
-        )
+            yield row({**key, "via": name}, "echo", "GB/s", rates, "higher")
+        fractions = [mine / theirs for mine, theirs in zip(ours, ceiling, strict=True)]
+        yield row(key, f"fraction_of_{raw_via.replace('-', '_')}", "", fractions, "higher")
 
     def _virtual(self, tell: Tell) -> Iterator[Measured]:
         num_peers, seconds = self._config.virtual_peers, self._config.virtual_s
@@ -170,13 +156,8 @@ class TransportScenario:
             began_s = time.perf_counter()
             world = run_world(num_peers, seconds=seconds, profile="wan", seed=self._seed, kind=kind)
             took_s = time.perf_counter() - began_s
-            yield Measured(
-                key={"scenario": "virtual", "via": kind, "num_peers": num_peers, "seconds": seconds},
-                metric="virtual_calls_per_s",
-                unit="1/s",
-                direction="higher",
-                samples=[world.num_calls / took_s],
-            )
+            key = {"scenario": "virtual", "via": kind, "num_peers": num_peers, "seconds": seconds}
+            yield row(key, "virtual_calls_per_s", "1/s", [world.num_calls / took_s], "higher")
 
 
 @contextlib.contextmanager
@@ -213,21 +194,20 @@ _PREFIXES = {"udp": "udp_", "stream": "stream_"}
 def summarize_transport(report: Report) -> dict[str, Any]:
     """The RESULT line: medians over all starts; names without a number are those with 4 in flight."""
     result: dict[str, Any] = {}
-    for row in report.rows:
-        if not row.starts:
+    for told in report.rows:
+        if not told.starts:
             continue
-        value = statistics.median(row.samples)
-        via, in_flight = str(row.key.get("via")), row.key.get("in_flight")
-        if row.metric.endswith("calls_per_s"):
-            result[_PREFIXES.get(via, "") + row.metric] = round(value)
-        elif row.metric == "latency":
+        value = statistics.median(told.samples)
+        via, in_flight = str(told.key.get("via")), told.key.get("in_flight")
+        if told.metric.endswith("calls_per_s"):
+            result[_PREFIXES.get(via, "") + told.metric] = round(value)
+        elif told.metric == "latency":
             result[_PREFIXES.get(via, "") + "p50_us"] = round(value * 1e6, 1)
         else:
-            name = _NAMES[via if row.metric == "echo" else row.metric]
+            name = _NAMES[via if told.metric == "echo" else told.metric]
             suffix = "" if in_flight == _MAIN_IN_FLIGHT else f"_{in_flight}_in_flight"
             result[name + suffix] = round(value, 3)
-    failed = sum(row.error is not None for row in report.rows)
-    return {**result, "failed": failed} if failed else result
+    return with_failed(report, result)
 
 
 # --- calls to an echo server ---

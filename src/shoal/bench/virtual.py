@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
 from shoal.report import Report
+from shoal.report.schema import with_failed
 from shoal.transport import (
     Conditions,
     DatagramTransport,
@@ -99,38 +100,26 @@ class VirtualScenario:
         world = run_world(**msgspec.structs.asdict(config), seed=self._seed)
         took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         key: RowKey = {"scenario": "virtual", "via": config.kind, "num_peers": config.num_peers}
-        for metric, unit, value in (("wall_time", "s", took_s), ("cpu_time", "s", took_cpu_s)):
-            yield Measured(key=key, metric=metric, unit=unit, direction="lower", samples=[value])
-        yield Measured(
-            key=key,
-            metric="virtual_calls_per_s",
-            unit="1/s",
-            direction="higher",
-            samples=[world.num_calls / took_s],
-        )
-        yield Measured(
-            key={**key, "num_calls": world.num_calls, "seed": self._seed, "digest": world.digest},
-            metric="failed_calls",
-            unit="",
-            direction="lower",
-            samples=[float(world.num_failed)],
-        )
+        yield row(key, "wall_time", "s", [took_s])
+        yield row(key, "cpu_time", "s", [took_cpu_s])
+        yield row(key, "virtual_calls_per_s", "1/s", [world.num_calls / took_s], "higher")
+        happened = {**key, "num_calls": world.num_calls, "seed": self._seed, "digest": world.digest}
+        yield row(happened, "failed_calls", "", [float(world.num_failed)])
 
 
 def summarize_virtual(report: Report) -> dict[str, Any]:
     """The RESULT line: medians over all starts, and what happened in each world."""
     result: dict[str, Any] = {}
     worlds = []
-    for row in report.rows:
-        if row.metric == "failed_calls":
-            worlds.append({name: row.key[name] for name in ("seed", "num_calls", "digest")})
-            result["failed_calls"] = result.get("failed_calls", 0) + int(sum(row.samples))
-        elif row.starts:
-            digits = 0 if row.unit == "1/s" else 2
-            name = f"{row.metric}_s" if row.unit == "s" else row.metric
-            result[name] = round(statistics.median(row.samples), digits)
-    failed = sum(row.error is not None for row in report.rows)
-    return {**result, "worlds": worlds, **({"failed": failed} if failed else {})}
+    for told in report.rows:
+        if told.metric == "failed_calls":
+            worlds.append({name: told.key[name] for name in ("seed", "num_calls", "digest")})
+            result["failed_calls"] = result.get("failed_calls", 0) + int(sum(told.samples))
+        elif told.starts:
+            digits = 0 if told.unit == "1/s" else 2
+            name = f"{told.metric}_s" if told.unit == "s" else told.metric
+            result[name] = round(statistics.median(told.samples), digits)
+    return with_failed(report, {**result, "worlds": worlds})
 
 
 class _World:
@@ -145,7 +134,8 @@ class _World:
 
     async def run(self, calls_per_s: int, num_seconds: int, profile: str | None) -> WorldResult:
         loop = asyncio.get_running_loop()
-        network = MemoryNetwork(_conditions(profile, self._seed), self._seed)
+        conditions = None if profile is None else Conditions(Profile.load(profile), seed=self._seed)
+        network = MemoryNetwork(conditions, self._seed)
         async with contextlib.AsyncExitStack() as opened:
             transports = []
             for number in range(self._num_peers):
@@ -199,9 +189,3 @@ class _World:
 
     def _note(self, now_s: float, who: int, whom: int, what: bytes) -> None:
         self._events.update(_EVENT.pack(now_s, who, whom) + what)
-
-
-def _conditions(profile: str | None, seed: int) -> Conditions | None:
-    if profile is None:
-        return None
-    return Conditions(Profile.load(profile), seed=seed)

@@ -6,8 +6,9 @@ until its parent has had enough calls `parent.wait_for_end()`, or takes orders w
 there are no more.
 
 `LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `Place`, its arguments and a stack for what it opens; it returns what it does for
-each order. `ranks` has the same for processes that a launcher has started, here or on other hosts.
+function, called with its `Place`, its arguments and a stack for what it opens; it returns an object whose
+methods are the orders that it takes. `ranks` has the same for processes that a launcher has started, here or
+on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -28,9 +29,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, Self, TypeVar, cast
 
 import msgspec
@@ -39,7 +38,7 @@ from shoal.core import BenchmarkError, Deadline, UsageError
 from shoal.core.loop import own_the_process
 from shoal.core.placement import Placement
 from shoal.core.processes import obey_interrupts
-from shoal.core.run_options import RunOptions
+from shoal.core.run_options import EncryptChoice, RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +54,6 @@ _GROUP_TIMEOUT_S = 120.0
 _BESIDE = -1  # the rank of a helper
 USUAL_SWITCH_INTERVAL_S = 0.005
 Backend = Literal["nccl", "gloo"]
-Answers = Mapping[str, Callable[..., Any]]
-"""By order: what a worker does, called with the order's details."""
 
 
 # --- children ---
@@ -91,6 +88,11 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
+
+    def ask(self, order: str, **details: Any) -> Any:
+        """Give an order, and wait for its answer; for children that `serve`."""
+        self.order(order=order, details=details)
+        return self.expect()["answer"]
 
     def end(self) -> None:
         """There are no more orders: it may end. Does not wait for that."""
@@ -334,11 +336,13 @@ class Place(msgspec.Struct, frozen=True):
         among: int | None = None,
         workers_per_machine: int | None = None,
         backend: Backend | None = None,
+        encrypt: EncryptChoice = "auto",
     ) -> Group:
         """Open the group of the first `among` workers, or of all; each name is used once. Collective.
 
         It is in shared memory on one machine; over sockets if that is split into several, or a backend is
-        asked for. Workers of a launcher get what `shoal.init()` opens.
+        asked for. Workers of a launcher get what `shoal.init()` opens. `encrypt` is of streams between
+        machines.
         """
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
@@ -350,6 +354,7 @@ class Place(msgspec.Struct, frozen=True):
             timeout_s=_GROUP_TIMEOUT_S,
             workers_per_machine=workers_per_machine,
             backend=backend,
+            encrypt=encrypt,
         )
         if self.machines:
             return self._open_launched(size, settings)
@@ -357,32 +362,8 @@ class Place(msgspec.Struct, frozen=True):
             return self._open_cluster(name, size, settings)
         return SoloGroup() if size == 1 else open_host_group(self._placement(size), settings)
 
-    def open_between_machines(self, name: str, workers_per_machine: int, *, is_encrypted: bool) -> Group:
-        """Open the group of all, of whom those of different machines talk over streams, encrypted or not.
-
-        Workers that share this machine count as those of several, so many on each. Collective.
-        """
-        from shoal.group.base import GroupSettings
-
-        settings = GroupSettings(
-            f"{self.key} {name}",
-            timeout_s=_GROUP_TIMEOUT_S,
-            workers_per_machine=workers_per_machine,
-            encrypt="always" if is_encrypted else "never",
-        )
-        if self.machines:
-            return self._open_launched(self.size, settings)
-        return self._open_cluster(name, self.size, settings)
-
-    def open_with_servers(self, name: str, num_servers: int) -> Group:
-        """Open a group as `open_group` does, with servers beside the workers."""
-        return self._open_beside_servers(name, num_servers, num_servers + self.rank)
-
-    def open_as_server(self, name: str, num_servers: int, server: int) -> Group:
-        """Open what `open_with_servers` opens on the workers, on one of the servers."""
-        return self._open_beside_servers(name, num_servers, server)
-
-    def _open_beside_servers(self, name: str, num_servers: int, rank: int) -> Group:
+    def open_with_servers(self, name: str, num_servers: int, server: int | None = None) -> Group:
+        """Open a group as `open_group` does, with servers beside the workers; `server`: as one of them."""
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
         from shoal.group.opening import WithServers
@@ -394,7 +375,8 @@ class Place(msgspec.Struct, frozen=True):
                 next_step="leave parameter-server and staleness-aware out, or start servers and workers by "
                 "hand: --ps-hosts, --worker-hosts, --job-name and --task-index.",
             )
-        own = SoloGroup() if rank < num_servers else self.open_group(name)
+        own = SoloGroup() if server is not None else self.open_group(name)
+        rank = num_servers + self.rank if server is None else server
         size = num_servers + self.size
         settings = GroupSettings(f"{self.key}-{name}-servers", timeout_s=_GROUP_TIMEOUT_S)
         everybody = open_host_group(Placement(rank, size, rank, size, "bench"), settings)
@@ -477,7 +459,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called with a Place, `arguments` and an ExitStack; returns Answers."""
+    """`module:name`, called with a Place, `arguments` and an ExitStack; returns what takes the orders."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0
@@ -534,10 +516,8 @@ class LocalWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._children:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._children:
             self._end()
         else:
             self._abandon()
@@ -675,23 +655,23 @@ def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
     _function(arguments["function"])(arguments, parent)
 
 
-def serve(parent: Parent, answers: Answers) -> None:
-    """Answer orders until there are no more; what an answer raises is told before anything is closed."""
+def serve(parent: Parent, worker: object) -> None:
+    """Answer orders by the worker's methods until there are no more.
+
+    What one of them raises is told before anything is closed.
+    """
     while (order := parent.receive()) is not None:
         try:
-            answer = answers[order["order"]](**order["details"])
+            answer = getattr(worker, order["order"])(**order["details"])
         except Exception as error:
             parent.fail(error)
             raise
         parent.tell(answer=answer)
 
 
-def open_worker(
-    function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack
-) -> Answers:
+def open_worker(function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
     """Make this process the worker that `function` says."""
-    answers: Answers = _function(function)(place, arguments, stack)
-    return answers
+    return _function(function)(place, arguments, stack)
 
 
 # --- tasks ---
@@ -732,7 +712,7 @@ def run_tasks(
                 worker, number = cast(Child, key.fileobj), int(key.data)
                 label = f"{number + 1}/{len(tasks)} " if len(tasks) > 1 else ""
                 try:
-                    answer = _heard(worker, partial(_tell_after, label, tell))
+                    answer = _heard(worker, label, tell)
                 except BenchmarkError as error:
                     selector.unregister(worker)
                     done[number] = error
@@ -748,17 +728,13 @@ def run_tasks(
                 num_told += 1
 
 
-def _tell_after(label: str, tell: Callable[[str], None], text: str) -> None:
-    tell(f"{label}{text}")
-
-
-def _heard(worker: Child, tell: Callable[[str], None]) -> dict[str, Any] | None:
+def _heard(worker: Child, label: str, tell: Callable[[str], None]) -> dict[str, Any] | None:
     """Pass on all that a worker has said about its progress; its answer, if that was among it."""
     while True:
         message = worker.expect()
         if "progress" not in message:
             return message
-        tell(message["progress"])
+        tell(f"{label}{message['progress']}")
         if not worker.has_more:
             return None
 

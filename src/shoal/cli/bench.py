@@ -65,7 +65,7 @@ from shoal.bench.training_tables import summarize_training, training_items
 from shoal.bench.transport import SHORT as SHORT_TRANSPORT
 from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunFlags, summarize_transport
 from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
-from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
+from shoal.cli.bench_common import run_and_tell
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.output import text_stream
 from shoal.doctor import machine
@@ -86,9 +86,8 @@ def transport(context: typer.Context, flags: TransportFlags, run: TransportRunFl
     if flags.repeats is not None:
         config = msgspec.structs.replace(config, repeats=flags.repeats)
     starts = 1 if run.short and "starts" not in typed_flags(context) else run.starts
-    settings = run_settings(context, starts, run.seed)
-    outputs = Outputs(run.report, run.json_file)
-    run_and_tell("transport", config, settings, summarize_transport, outputs, run.against)
+    run = msgspec.structs.replace(run, starts=starts)
+    run_and_tell(context, "transport", config, run, summarize_transport)
 
 
 @app.command()
@@ -96,8 +95,7 @@ def transport(context: typer.Context, flags: TransportFlags, run: TransportRunFl
 def virtual(context: typer.Context, config: VirtualConfig, run: VirtualRunFlags) -> None:
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     Profile.load(config.profile)  # complains before anything is started
-    settings = run_settings(context, run.starts, run.seed)
-    run_and_tell("virtual", config, settings, summarize_virtual, Outputs(run.report, run.json_file))
+    run_and_tell(context, "virtual", config, run, summarize_virtual)
 
 
 _LATEST = {"true": "--latest", "false": "--no-latest"}
@@ -132,9 +130,7 @@ def dht(context: typer.Context, flags: DhtFlags, run: DhtRunFlags) -> None:
     config = dht_config(flags.mode, msgspec.structs.asdict(flags), is_virtual=flags.virtual)
     if not flags.virtual:
         _tell(machine.ensure_open_files(config.num_files, should_raise=flags.increase_file_limit))
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, dht_items)
-    run_and_tell("dht", config, settings, summarize_dht, outputs, run.against)
+    run_and_tell(context, "dht", config, run, summarize_dht, dht_items)
 
 
 @app.command()
@@ -144,9 +140,7 @@ def experts(context: typer.Context, flags: ExpertsFlags, run: RunFlags) -> None:
     should_raise = flags.increase_file_limit or preset_named(flags.preset).should_raise_file_limit
     config = experts_config(flags.preset, msgspec.structs.asdict(flags))
     _tell(ensure_files(config, should_raise=should_raise))
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, experts_items)
-    run_and_tell("experts", config, settings, summarize_experts, outputs, run.against)
+    run_and_tell(context, "experts", config, run, summarize_experts, experts_items)
 
 
 def _tell(line: str | None) -> None:
@@ -163,9 +157,7 @@ def collectives(context: typer.Context, flags: CollectivesFlags, hosts: HostFlag
     if hosts.are_named:
         ((num_machines, num_workers),) = config.machines
         where = hosts.starter(num_machines * num_workers)
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, collectives_items)
-    run_and_tell("collectives", config, settings, summarize_collectives, outputs, run.against, where)
+    run_and_tell(context, "collectives", config, run, summarize_collectives, collectives_items, where=where)
 
 
 @app.command()
@@ -180,10 +172,8 @@ def training(context: typer.Context, flags: TrainingFlags, hosts: HostFlags, run
         _take_role(context, role, by_hand_config(role, flags, hosts, run, typed_flags(context)), run)
         return
     config = training_config(flags, hosts, run)
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, training_items)
     where = hosts.starter(config.num_workers)
-    run_and_tell("training", config, settings, summarize_training, outputs, run.against, where)
+    run_and_tell(context, "training", config, run, summarize_training, training_items, where=where)
 
 
 def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: RunFlags) -> None:
@@ -200,10 +190,9 @@ def _take_role(context: typer.Context, role: Role, config: TrainingConfig, run: 
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     # workers that share a folder end at the same time: each has a name of its own
     report = run.report or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
-    outputs = Outputs(report, run.json_file, worker_items)
-    settings = run_settings(context, 1, run.seed)
+    run = msgspec.structs.replace(run, starts=1, against=None, report=report)
     where = training_by_hand.WorkerByHand(role, say_there)
-    run_and_tell("training", config, settings, summarize_worker, outputs, where=where)
+    run_and_tell(context, "training", config, run, summarize_worker, worker_items, where=where)
 
 
 @app.command(short_help="The sweep of PyTorch's DDP benchmark, from one worker to whole machines.")
@@ -212,10 +201,8 @@ def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFl
     """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
     take_part(flags)
     config = ddp_config(flags, hosts, run)
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, ddp_items, encode_ddp)
     where = hosts.starter(config.num_workers)
-    run_and_tell("ddp", config, settings, summarize_ddp, outputs, run.against, where)
+    run_and_tell(context, "ddp", config, run, summarize_ddp, ddp_items, where=where, encode=encode_ddp)
 
 
 @app.command()
@@ -229,10 +216,8 @@ def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: 
         tell_result(published_result(), sys.stdout)
         return
     config = scaling_config(flags, hosts, run)
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, scaling_items)
     where = hosts.starter(config.crew_size)
-    run_and_tell("scaling", config, settings, summarize_scaling, outputs, run.against, where)
+    run_and_tell(context, "scaling", config, run, summarize_scaling, scaling_items, where=where)
 
 
 @app.command()
@@ -244,12 +229,11 @@ def accuracy(context: typer.Context, flags: AccuracyFlags, hosts: HostFlags, run
     warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
     """
     config = accuracy_config(flags, hosts, run)
-    settings = run_settings(context, flags.num_starts(hosts, is_short=run.short), run.seed)
-    outputs = Outputs(run.report, run.json_file, accuracy_items)
+    run = msgspec.structs.replace(run, starts=flags.num_starts(hosts, is_short=run.short))
     where = hosts.starter(config.num_workers)
     if where is None:
         fetch_data(flags)
-    run_and_tell("accuracy", config, settings, summarize_accuracy, outputs, run.against, where)
+    run_and_tell(context, "accuracy", config, run, summarize_accuracy, accuracy_items, where=where)
 
 
 @app.command()
@@ -270,8 +254,7 @@ def convergence(context: typer.Context, flags: ConvergenceFlags, run: Convergenc
     # found or fetched once, before every process looks for it
     for is_training in (True, False):
         mnist(train=is_training, folder=flags.data_dir)
-    outputs = Outputs(run.report, run.json_file, convergence_items)
-    run_and_tell("convergence", config, run_settings(context, 1, run.seed), summarize_convergence, outputs)
+    run_and_tell(context, "convergence", config, run, summarize_convergence, convergence_items)
 
 
 @app.command()
@@ -292,6 +275,4 @@ def latency(
     if not flags.virtual:
         _tell(check_machine(config, should_raise_limit=flags.increase_file_limit))
         _tell(waiting_text(config))
-    settings = run_settings(context, run.starts, run.seed)
-    outputs = Outputs(run.report, run.json_file, latency_items)
-    run_and_tell("latency", config, settings, summarize_latency, outputs, run.against)
+    run_and_tell(context, "latency", config, run, summarize_latency, latency_items)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark, show_progress, source_of
+from shoal.bench.frame import (
+    RunFlags,
+    RunSettings,
+    Starter,
+    Version,
+    in_child,
+    run_benchmark,
+    show_progress,
+    source_of,
+)
 from shoal.bench.ranks import HostFlags
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
@@ -23,46 +31,35 @@ if TYPE_CHECKING:
     from shoal.bench.ranks import Ranks
 
 
-def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
-    """With the command line as it was typed, for the report."""
-    return RunSettings(starts, seed, ("shoal", *(context.obj or ())))
-
-
-class Outputs(msgspec.Struct, frozen=True):
-    """Where the results of a benchmark go beside the terminal."""
-
-    report: Path | None
-    json_file: Path | None
-    items: Callable[[Report], Items] = report_items
-    """What is printed of a report."""
-    encode: Callable[[Report], bytes] | None = None
-    """What --json holds, where it is not the report."""
-
-
 RANKED = ("accuracy", "ddp", "scaling", "training")
 """Benchmarks whose workers a launcher may have started."""
 
 
 def run_and_tell(
+    context: typer.Context,
     benchmark: str,
     config: Any,
-    settings: RunSettings,
+    run: RunFlags,
     summarize: Callable[[Report], dict[str, Any]],
-    outputs: Outputs,
-    against: str | None = None,
+    items: Callable[[Report], Items] = report_items,
+    *,
     where: Starter | None = None,
+    encode: Callable[[Report], bytes] | None = None,
 ) -> None:
     """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed.
 
+    `items` are what is printed of a report, and `encode` what --json holds where it is not the report.
     `where` runs a start elsewhere than in a child of this process. A benchmark of RANKED that a launcher has
     started in several processes takes part as one of them, and the first alone saves and prints.
     """
-    to_stdout = str(outputs.json_file) == "-"
+    settings = RunSettings(run.starts, run.seed, ("shoal", *(context.obj or ())))
+    against = run.against
+    to_stdout = str(run.json_file) == "-"
     out = sys.stderr if to_stdout else sys.stdout
     with contextlib.ExitStack() as stack:
         starter = in_child if where is None else where
         if benchmark in RANKED and HostFlags().launched_size is not None:
-            ranks = _join(stack, settings, against)
+            ranks = _join(stack, run)
             if not ranks.is_first:
                 ranks.follow()
                 return
@@ -82,20 +79,20 @@ def run_and_tell(
     reports = [msgspec.structs.replace(report, result=summarize(report)) for report in reports]
     latest = reports[-1]
     # saved before anything is printed or compared: whatever fails there, the samples stay
-    path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
+    path = save(latest, run.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
     if against is not None:
         base_path = save(reports[0], default_path(DEFAULT_FOLDER, f"{benchmark}-base", latest.created))
-    show(outputs.items(latest), out)
+    show(items(latest), out)
     if against is not None:
         emit(f"Report of {against}: {base_path}", out)
         show(diff_items(compare(*reports)), out)
     emit(f"Report: {path}", out)
-    if outputs.json_file is not None:
-        encoded = path.read_bytes() if outputs.encode is None else outputs.encode(latest)
+    if run.json_file is not None:
+        encoded = path.read_bytes() if encode is None else encode(latest)
         if to_stdout:
             emit(encoded.decode().rstrip(), sys.stdout)
         else:
-            emit(f"JSON: {write_atomically(outputs.json_file, encoded)}", out)
+            emit(f"JSON: {write_atomically(run.json_file, encoded)}", out)
     tell_result({**latest.result, **_took(latest), "report": str(path)}, out)
     if latest.failed:
         raise typer.Exit(1)
@@ -106,11 +103,11 @@ def _took(report: Report) -> dict[str, Any]:
     return {name: value for name, value in report.environment.items() if name == "wall_s"}
 
 
-def _join(stack: contextlib.ExitStack, settings: RunSettings, against: str | None) -> Ranks:
+def _join(stack: contextlib.ExitStack, run: RunFlags) -> Ranks:
     """Take part as one of the processes that a launcher has started."""
     from shoal.bench.ranks import joined
 
-    if settings.num_starts > 1 or against is not None:
+    if run.starts > 1 or run.against is not None:
         raise UsageError(
             "Processes that a launcher has started are one start, of one version.",
             next_step="leave --starts and --against out, or let `shoal bench` start the workers: -np, -H.",

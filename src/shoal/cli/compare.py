@@ -11,7 +11,7 @@ import typer
 
 from shoal.bench.contenders import NumServers, servers_of
 from shoal.bench.frame import RunFlags
-from shoal.cli.bench_common import Outputs, run_and_tell, run_settings
+from shoal.cli.bench_common import run_and_tell
 from shoal.cli.flags import listed, with_flags
 from shoal.core import UsageError
 from shoal.core.run_options import flag
@@ -206,8 +206,7 @@ def compare(context: typer.Context, flags: CompareFlags, run: CompareRunFlags) -
             items.append(f"LaTeX: {write_atomically(flags.latex, latex_of(latest).encode())}")
         return items
 
-    outputs = Outputs(run.report, run.json_file, told)
-    run_and_tell("compare", config, run_settings(context, 1, run.seed), summarize_compare, outputs)
+    run_and_tell(context, "compare", config, run, summarize_compare, told)
 
 
 def _rates(flags: CompareFlags, usual: tuple[float, ...], *, is_short: bool) -> tuple[float, ...]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import typer
 
+from shoal.cli.flags import with_flags
 from shoal.cli.members import (
     IdentityFile,
     Insecure,
@@ -27,6 +27,7 @@ from shoal.cli.output import counted, ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
+from shoal.core.run_options import flag
 from shoal.report.tables import tell_result
 from shoal.report.units import scale_for
 
@@ -58,39 +59,37 @@ class Moment(msgspec.Struct, frozen=True):
         )
 
 
+@with_flags()
 def dht(
     listen: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "Where others reach this peer, by TCP and UDP; port 0 takes a free one.",
             metavar="HOST:PORT",
-            help="Where others reach this peer, by TCP and UDP; port 0 takes a free one.",
-            show_default="127.0.0.1:0, with a secret 0.0.0.0:0",
+            shown="127.0.0.1:0, with a secret 0.0.0.0:0",
         ),
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(
+        flag(
+            "A peer of the swarm; may be given several times, one that answers is enough.",
             metavar="HOST:PORT",
-            help="A peer of the swarm; may be given several times, one that answers is enough.",
-            show_default=False,
+            shown=False,
         ),
     ] = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
     identity_file: IdentityFile = None,
     allow_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ids of the only peers that may talk, one a line.")
+        Path | None, flag("Ids of the only peers that may talk, one a line.", metavar="FILE")
     ] = None,
     deny_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ids of peers that may not talk, one a line.")
+        Path | None, flag("Ids of peers that may not talk, one a line.", metavar="FILE")
     ] = None,
     peers_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Remember there which peers were met, and join by them next time."),
+        Path | None, flag("Remember there which peers were met, and join by them next time.", metavar="FILE")
     ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="When nobody answers, stay and try again, instead of failing.")
-    ] = False,
+    wait: Annotated[bool, flag("When nobody answers, stay and try again, instead of failing.")] = False,
 ) -> None:
     """Be a peer of a swarm's DHT, until Ctrl-C.
 

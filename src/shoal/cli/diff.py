@@ -12,26 +12,29 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.flags import with_flags
+from shoal.cli.output import text_stream, write_encoded
 from shoal.core.errors import UsageError
+from shoal.core.run_options import flag
 from shoal.report import pytorch
 from shoal.report.diff import EFFECT_PERCENT, UNDECIDED, Gate, check_gate, compare, parse_limit
-from shoal.report.storage import load, write_atomically
+from shoal.report.storage import load
 from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import diff_items, unpaired_lines
 
 
+@with_flags()
 def diff(
     baseline: Annotated[Path, typer.Argument(help="The report to compare with.", show_default=False)],
     test: Annotated[Path, typer.Argument(help="The report of the change.", show_default=False)],
     fail_if_slower: Annotated[
-        str | None,
-        typer.Option(metavar="PERCENT", help="Exit 1 if a row is judged worse by more than this: 5% or 5."),
+        str | None, flag("Exit 1 if a row is judged worse by more than this: 5% or 5.", metavar="PERCENT")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison as JSON; - is stdout.")
+        Path | None, flag("Write the comparison as JSON; - is stdout.", "--json", metavar="FILE")
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as one HTML page.")
+        Path | None, flag("Write the comparison as one HTML page.", "--html", metavar="FILE")
     ] = None,
 ) -> None:
     """Compare two reports row by row; negative is worse.
@@ -45,9 +48,7 @@ def diff(
     comparison = compare(load(baseline), load(test), effect_percent=limit or EFFECT_PERCENT)
     gate = Gate(0) if limit is None else check_gate(comparison, limit)
     result = {**comparison.result(), "exit_code": gate.exit_code}
-    to_stdout = json_file is not None and str(json_file) == "-"
-    out = sys.stderr if to_stdout else sys.stdout
-
+    out = text_stream(json_file)
     if comparison.baseline.benchmark == pytorch.BENCHMARK:
         show([*pytorch.diff_lines(comparison), *unpaired_lines(comparison)], out)
     else:
@@ -58,11 +59,8 @@ def diff(
         emit(f"Wrote {write_diff(comparison, html_file, sources=(str(baseline), str(test)))}", out)
     if json_file is not None:
         files = {"baseline_file": str(baseline), "test_file": str(test)}
-        document = msgspec.json.encode({**comparison.document(), **files, "result": result}) + b"\n"
-        if to_stdout:
-            emit(document.decode().rstrip(), sys.stdout)
-        else:
-            emit(f"Wrote {write_atomically(json_file, document)}", out)
+        document = {**comparison.document(), **files, "result": result}
+        write_encoded(msgspec.json.encode(document) + b"\n", json_file)
     for reason in gate.reasons:
         emit(f"{'Not judged' if gate.exit_code == UNDECIDED else 'Failed'}: {reason}", sys.stderr)
     tell_result(result, out)

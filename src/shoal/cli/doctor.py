@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal import __version__
+from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
 from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
+from shoal.core.run_options import flag
 from shoal.doctor.checks import CHECKS, CheckResult, results_table, run_checks, summary_of
 from shoal.report.storage import write_atomically
 from shoal.report.tables import WIDTH, emit, show, tell_result, wrap
@@ -29,45 +32,34 @@ _MAX_LINES = 1000  # the latest about callers, each of which is told once
 DEFAULT_PROFILE = Path("recorded.toml")
 
 
+@with_flags()
 def doctor(
+    context: typer.Context,
     peers: Annotated[
         list[str] | None,
         typer.Argument(metavar="PEER", help="With --record: HOST:PORT of each.", show_default=False),
     ] = None,
     join: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Call that peer, have it call back, and explain what fails."),
+        str | None, flag("Call that peer, have it call back, and explain what fails.", metavar="HOST:PORT")
     ] = None,
     serve: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Be a peer that others can --join, until Ctrl-C."),
+        str | None, flag("Be a peer that others can --join, until Ctrl-C.", metavar="HOST:PORT")
     ] = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="Measure the links to the PEERs and write a profile of them.")
-    ] = False,
+    record: Annotated[bool, flag("Measure the links to the PEERs and write a profile of them.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="With --record: the profile.",
-            show_default=str(DEFAULT_PROFILE),
-        ),
+        flag("With --record: the profile.", "--output", "-o", metavar="FILE", shown=str(DEFAULT_PROFILE)),
     ] = None,
     secret_file: SecretFile = None,
     listen: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With --join: where this side is to be dialed back."),
+        str | None, flag("With --join: where this side is to be dialed back.", metavar="HOST:PORT")
     ] = None,
     insecure: Insecure = False,
     allow_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --serve: ids of the only peers that may talk, one a line."),
+        Path | None, flag("With --serve: ids of the only peers that may talk, one a line.", metavar="FILE")
     ] = None,
     deny_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --serve: ids of peers that may not talk, one a line."),
+        Path | None, flag("With --serve: ids of peers that may not talk, one a line.", metavar="FILE")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -76,15 +68,7 @@ def doctor(
     With --join, at the ways to a running peer and back: firewall, addresses, secret, versions, clocks.
     Exits 1 if something keeps Shoal from working; warnings are advice. Takes two seconds, --join 15 at most.
     """
-    given = {
-        "--listen": listen is not None,
-        "--output": output is not None,
-        "--json": json_file is not None,
-        "--secret-file": secret_file is not None,
-        "--insecure": insecure,
-        "--allow-file": allow_file is not None,
-        "--deny-file": deny_file is not None,
-    }
+    given = typed_flags(context).values()
     _check_usage(peers, given, join=join, serve=serve, record=record)
     if join is not None:
         where = Address.parse(listen) if listen is not None else None
@@ -101,7 +85,7 @@ def doctor(
 
 
 def _check_usage(
-    peers: list[str] | None, given: dict[str, bool], *, join: str | None, serve: str | None, record: bool
+    peers: list[str] | None, given: Collection[str], *, join: str | None, serve: str | None, record: bool
 ) -> None:
     modes = [name for name, is_on in (("--join", join), ("--serve", serve), ("--record", record)) if is_on]
     if len(modes) > 1:
@@ -124,7 +108,7 @@ def _check_usage(
         ("--allow-file", "--serve", serve is not None),
         ("--deny-file", "--serve", serve is not None),
     ):
-        if given[option] and not is_met:
+        if option in given and not is_met:
             raise UsageError(f"{option} goes with {needs}.", next_step="see: shoal doctor --help")
 
 

@@ -12,9 +12,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.flags import with_flags
+from shoal.cli.output import text_stream, write_encoded
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
-from shoal.report.storage import write_atomically
+from shoal.core.run_options import flag
 from shoal.report.tables import emit, tell_result
 
 app = typer.Typer(
@@ -25,18 +27,15 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.")
-]
+JsonFile = Annotated[Path | None, flag("Write the result as JSON; - is stdout.", "--json", metavar="FILE")]
 IdentityFile = Annotated[
     Path | None,
-    typer.Option(
-        "--file", metavar="PATH", help="The identity's file; by default this user's own.", show_default=False
-    ),
+    flag("The identity's file; by default this user's own.", "--file", metavar="PATH", shown=False),
 ]
 
 
 @app.command()
+@with_flags()
 def show(file: IdentityFile = None, json_file: JsonFile = None) -> None:
     """Print the peer id, and where the key lies.
 
@@ -49,11 +48,11 @@ def show(file: IdentityFile = None, json_file: JsonFile = None) -> None:
 
 
 @app.command()
+@with_flags()
 def new(
     file: IdentityFile = None,
     replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace the identity that lies there; it cannot be brought back."),
+        bool, flag("Replace the identity that lies there; it cannot be brought back.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -79,19 +78,17 @@ def new(
 
 
 @app.command()
+@with_flags()
 def secret(
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file",
+        flag(
+            "Write it there, for this user's eyes alone; by default it goes to stdout.",
             metavar="PATH",
-            help="Write it there, for this user's eyes alone; by default it goes to stdout.",
-            show_default=False,
+            shown=False,
         ),
     ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the secret that lies there; it cannot be brought back.")
-    ] = False,
+    replace: Annotated[bool, flag("Replace the secret that lies there; it cannot be brought back.")] = False,
 ) -> None:
     """Make a secret for a swarm: peers that share it may talk to each other.
 
@@ -113,15 +110,10 @@ def secret(
 
 
 def _report(result: dict[str, object], lines: list[str], json_file: Path | None) -> None:
-    to_stdout = json_file is not None and str(json_file) == "-"
-    out = sys.stderr if to_stdout else sys.stdout
+    out = text_stream(json_file)
     for line in lines:
         emit(line, out)
-    document = msgspec.json.encode(result) + b"\n"
-    if json_file is not None and to_stdout:
-        emit(document.decode().rstrip(), sys.stdout)
-    elif json_file is not None:
-        emit(f"Wrote {write_atomically(json_file, document)}", out)
+    write_encoded(msgspec.json.encode(result) + b"\n", json_file)
     tell_result(result, out)
 
 

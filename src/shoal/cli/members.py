@@ -10,26 +10,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path
 from shoal.core.ids import Address
+from shoal.core.run_options import flag
 
 if TYPE_CHECKING:
     from shoal.doctor.joining import Member
 
 SecretFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The swarm's secret; SHOAL_SECRET where it is not given.")
+    Path | None, flag("The swarm's secret; SHOAL_SECRET where it is not given.", metavar="FILE")
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a secret.")]
+Insecure = Annotated[bool, flag("Listen beyond this machine without a secret.")]
 IdentityFile = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Be this peer, a file of `shoal keys new`; by default this user's own identity, or a fresh one "
+    flag(
+        "Be this peer, a file of `shoal keys new`; by default this user's own identity, or a fresh one "
         "while another peer on this machine has it.",
-        show_default=False,
+        metavar="FILE",
+        shown=False,
     ),
 ]
 Lists = tuple[Path | None, Path | None]

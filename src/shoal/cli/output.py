@@ -13,15 +13,13 @@ from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import msgspec
-import typer
 
+from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.report.storage import write_atomically
 from shoal.report.tables import emit
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
-]
+JsonFile = Annotated[Path | None, flag("Write the findings as JSON; - is stdout.", "--json", metavar="FILE")]
 
 
 def say(line: str) -> None:
@@ -37,15 +35,14 @@ def text_stream(json_file: Path | None) -> TextIO:
 
 def write_json(document: dict[str, object], json_file: Path | None) -> None:
     """Write it where the command line asked for it, if it did."""
-    if json_file is not None:
-        write_encoded(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n", json_file)
+    write_encoded(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n", json_file)
 
 
-def write_encoded(encoded: bytes, json_file: Path) -> None:
+def write_encoded(encoded: bytes, json_file: Path | None) -> None:
     """The same for JSON that is encoded already."""
     if str(json_file) == "-":
         emit(encoded.decode().rstrip(), sys.stdout)
-    else:
+    elif json_file is not None:
         emit(f"Wrote {write_atomically(json_file, encoded)}", sys.stdout)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from shoal.cli.diff import refuse_to_overwrite
+from shoal.cli.flags import with_flags
+from shoal.core.run_options import flag
 from shoal.report.html import write_reports
 from shoal.report.picture import draw
 from shoal.report.storage import load, write_atomically
@@ -16,29 +18,21 @@ from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import report_items
 
 
+@with_flags()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Reports to show side by side.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The page; by default the first report's name with .html."
-        ),
+        flag("The page; by default the first report's name with .html.", "--output", "-o", metavar="FILE"),
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture", metavar="FILE.svg", help="Also draw one metric of the first report as an SVG image."
-        ),
+        Path | None, flag("Also draw one metric of the first report as an SVG image.", metavar="FILE.svg")
     ] = None,
     metric: Annotated[
-        str | None,
-        typer.Option("--metric", help="The metric of --picture.", show_default="the first that has a curve"),
+        str | None, flag("The metric of --picture.", shown="the first that has a curve")
     ] = None,
-    along: Annotated[
-        str | None,
-        typer.Option("--along", help="The axis of --picture: step, s or bytes.", show_default="s"),
-    ] = None,
-    title: Annotated[str | None, typer.Option("--title", help="The title of --picture.")] = None,
+    along: Annotated[str | None, flag("The axis of --picture: step, s or bytes.", shown="s")] = None,
+    title: Annotated[str | None, flag("The title of --picture.")] = None,
 ) -> None:
     """Write one self-contained HTML page of the reports, and print their figures."""
     path = output if output is not None else files[0].with_suffix(".html")

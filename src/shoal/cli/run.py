@@ -31,6 +31,7 @@ from shoal.core.run_options import (
     SshOption,
     SshPort,
     SshUser,
+    flag,
 )
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
@@ -79,101 +80,80 @@ def run(
         ),
     ] = None,
     num_workers: Annotated[
-        int | None,
-        typer.Option(
-            "-np", "--np", metavar="N", help="Number of workers. Default: one for each core or slot."
-        ),
+        int | None, flag("Number of workers. Default: one for each core or slot.", "-np", "--np", metavar="N")
     ] = None,
-    is_module: Annotated[
-        bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in python -m.")
-    ] = False,
+    is_module: Annotated[bool, flag("PROGRAM is a module, as in python -m.", "-m", "--module")] = False,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The strategy that shoal.from_args() makes; your own is package.module:Class. "
+        flag(
+            "The strategy that shoal.from_args() makes; your own is package.module:Class. "
             "Default: all-reduce.",
+            metavar="NAME",
         ),
     ] = None,
     workers_per_machine: Annotated[
-        int | None,
-        typer.Option(metavar="K", help="Split each machine into several machines of K workers."),
+        int | None, flag("Split each machine into several machines of K workers.", metavar="K")
     ] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the strategy. Can be repeated."),
+        list[str] | None, flag("Any other option of the strategy. Can be repeated.", metavar="NAME=VALUE")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="End the whole run after S seconds, with exit code 124.")
+        float | None, flag("End the whole run after S seconds, with exit code 124.", metavar="S")
     ] = None,
     peer_timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="S", help="Wait at most S seconds for a worker that is alive but late. Default: no limit."
-        ),
+        flag("Wait at most S seconds for a worker that is alive but late. Default: no limit.", metavar="S"),
     ] = None,
     patience: Annotated[
-        float, typer.Option(metavar="X", help="A worker without a heartbeat for X times 5 s counts as lost.")
+        float, flag("A worker without a heartbeat for X times 5 s counts as lost.", metavar="X")
     ] = 1.0,
     allow_split: Annotated[
         bool,
-        typer.Option(
-            "--allow-split",
-            help="After a network cut let every side go on, not only the larger one. The models then differ.",
-        ),
+        flag("After a network cut let every side go on, not only the larger one. The models then differ."),
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(
+        flag(
+            "OMP_NUM_THREADS of each worker. Default: the value in your shell, or cores / workers.",
             metavar="N",
-            help="OMP_NUM_THREADS of each worker. Default: the value in your shell, or cores / workers.",
         ),
     ] = None,
     log_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write the output of rank R to DIR/rank-R.log."),
+        Path | None, flag("Also write the output of rank R to DIR/rank-R.log.", metavar="DIR")
     ] = None,
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace of all operations.")
-    ] = None,
-    no_prefix: Annotated[
-        bool, typer.Option("--no-prefix", help="Print lines without the rank in front.")
-    ] = False,
+    timeline: Annotated[Path | None, flag("Write a Chrome trace of all operations.", metavar="FILE")] = None,
+    no_prefix: Annotated[bool, flag("Print lines without the rank in front.")] = False,
     hosts: Annotated[
         str | None,
-        typer.Option(
-            "-H", "--hosts", metavar="HOST:N,…", help="The machines, and the number of workers on each."
-        ),
+        flag("The machines, and the number of workers on each.", "-H", "--hosts", metavar="HOST:N,…"),
     ] = None,
     hostfile: Hostfile = None,
     num_servers: Annotated[
         int,
-        typer.Option(
+        flag(
+            "Number of parameter servers, in addition to the workers. They get the first S ranks.",
             metavar="S",
-            help="Number of parameter servers, in addition to the workers. They get the first S ranks.",
         ),
     ] = 0,
     network_interface: NetworkInterface = None,
     encrypt: Annotated[
         bool,
-        typer.Option(
-            "--encrypt",
-            help="Encrypt the tensors that machines send each other. Default: encrypt them unless all "
-            "machines are in one private network.",
+        flag(
+            "Encrypt the tensors that machines send each other. Default: encrypt them unless all "
+            "machines are in one private network."
         ),
     ] = False,
     plain: Annotated[
         bool,
-        typer.Option(
-            "--plain",
-            help="Do not encrypt the tensors that machines send each other. That is faster, but others on "
-            "the network can read and change them.",
+        flag(
+            "Do not encrypt the tensors that machines send each other. That is faster, but others on "
+            "the network can read and change them."
         ),
     ] = False,
     all_reduce: Annotated[
         AllReduceChoice,
-        typer.Option(
-            help="How the machines add up their tensors: around a ring, or each directly with all others. "
+        flag(
+            "How the machines add up their tensors: around a ring, or each directly with all others. "
             "auto chooses."
         ),
     ] = "auto",
@@ -184,100 +164,94 @@ def run(
     remote_cwd: RemoteCwd = None,
     variable: Annotated[
         list[str] | None,
-        typer.Option(
-            "-x", metavar="NAME[=VALUE]", help="An environment variable for all workers. Can be repeated."
-        ),
+        flag("An environment variable for all workers. Can be repeated.", "-x", metavar="NAME[=VALUE]"),
     ] = None,
     start_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Wait S seconds for the other hosts to answer.")
+        float, flag("Wait S seconds for the other hosts to answer.", metavar="S")
     ] = 30.0,
     elastic: Annotated[
         bool,
-        typer.Option(
-            "--elastic",
-            help="Let workers come and go while the run trains, without a restart: `shoal scale` changes "
-            "their number, and the others go on after a loss under every strategy.",
+        flag(
+            "Let workers come and go while the run trains, without a restart: `shoal scale` changes "
+            "their number, and the others go on after a loss under every strategy."
         ),
     ] = False,
     join: Annotated[
         str | None,
-        typer.Option(
-            metavar="JOB",
-            help="Give this machine to a run with --elastic, for -np workers of it, and start no other "
+        flag(
+            "Give this machine to a run with --elastic, for -np workers of it, and start no other "
             "run. JOB is its name on this machine, as `shoal top` shows it, or HOST:PORT of its launcher.",
+            metavar="JOB",
         ),
     ] = None,
     elastic_port: Annotated[
         int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="With --elastic: other machines join at this port. 0 takes a free one. Without a "
+        flag(
+            "With --elastic: other machines join at this port. 0 takes a free one. Without a "
             "secret, only this machine can join.",
+            ge=0,
+            le=65535,
+            metavar="PORT",
         ),
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A secret of `shoal keys secret`: with --elastic, machines that have it may join; with "
+        flag(
+            "A secret of `shoal keys secret`: with --elastic, machines that have it may join; with "
             "--join, that of the run. Default: SHOAL_SECRET.",
+            metavar="FILE",
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Restart at most N times when a worker or a host fails. With --elastic: replace at most N "
+        flag(
+            "Restart at most N times when a worker or a host fails. With --elastic: replace at most N "
             "lost workers.",
+            metavar="N",
         ),
     ] = 0,
     min_np: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Start without missing hosts if at least N workers fit. Default: -np. With --elastic: wait "
+        flag(
+            "Start without missing hosts if at least N workers fit. Default: -np. With --elastic: wait "
             "when fewer than N workers are left. Default: 1.",
+            metavar="N",
         ),
     ] = None,
     max_np: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="A restart has at most N workers. Default: -np. "
+        flag(
+            "A restart has at most N workers. Default: -np. "
             "With --elastic: the most workers at any time. Default: one for each core or slot.",
+            metavar="N",
         ),
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save checkpoints in DIR, and resume from them.")
+        Path | None, flag("Save checkpoints in DIR, and resume from them.", metavar="DIR")
     ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Save a checkpoint every N steps.")
-    ] = None,
+    checkpoint_every: Annotated[int | None, flag("Save a checkpoint every N steps.", metavar="N")] = None,
     allow_failures: Annotated[
         bool,
-        typer.Option(
-            "--allow-failures",
-            help="If the strategy survives a lost worker: go on also without a worker that raises or exits "
-            "with an error code.",
+        flag(
+            "If the strategy survives a lost worker: go on also without a worker that raises or exits "
+            "with an error code."
         ),
     ] = False,
     engine: Annotated[
-        str, typer.Option(metavar="NAME", help="ssh, or ray to run the workers as actors on a Ray cluster.")
+        str, flag("ssh, or ray to run the workers as actors on a Ray cluster.", metavar="NAME")
     ] = "ssh",
     env: Annotated[
         Env,
-        typer.Option(
-            help="Environment variables that workers see: only Shoal's (SHOAL_RANK, …), or also torchrun's, "
+        flag(
+            "Environment variables that workers see: only Shoal's (SHOAL_RANK, …), or also torchrun's, "
             "for programs that start torch.distributed themselves."
         ),
     ] = "shoal",
     address: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "Address of the Ray cluster. Default: RAY_ADDRESS, or the cluster of this machine.",
             metavar="ADDR",
-            help="Address of the Ray cluster. Default: RAY_ADDRESS, or the cluster of this machine.",
         ),
     ] = None,
     **named: Any,

@@ -14,10 +14,12 @@ import msgspec
 import typer
 
 from shoal import __version__
+from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
 from shoal.cli.output import JsonFile, counted, text_stream, write_json
 from shoal.cli.top_view import Shot, View, swarm_metrics
 from shoal.core.ids import Address
+from shoal.core.run_options import flag
 from shoal.report.statistics import percentiles
 from shoal.report.tables import WIDTH, Column, Table, show, tell_result, wrap
 from shoal.report.units import scale_for
@@ -33,6 +35,7 @@ _MAX_VERSION = 20  # characters of what a peer says
 _CLOCK_GAP_S = 3.0
 
 
+@with_flags()
 def status(
     join: Annotated[
         list[str],
@@ -45,8 +48,7 @@ def status(
     secret_file: SecretFile = None,
     identity_file: IdentityFile = None,
     limit: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Ask at most so many peers, and estimate how many there are."),
+        int, flag("Ask at most so many peers, and estimate how many there are.", ge=1, metavar="N")
     ] = 1000,
     json_file: JsonFile = None,
 ) -> None:
@@ -81,7 +83,7 @@ def peers_table(seen: Crawl) -> Table:
     table = Table(
         "", (Column("peer", "left"), Column("address", "left"), *numbers, Column("version", "left"))
     )
-    for each in sorted(seen.peers, key=_round_trip_s)[:_MAX_ROWS]:
+    for each in sorted(seen.peers, key=lambda each: each.round_trip_s)[:_MAX_ROWS]:
         peer, about = each.peer, each.about
         assert peer.id is not None
         assert about is not None
@@ -191,10 +193,6 @@ def _named(peers: list[Visited]) -> str:
     return names if len(peers) <= _MAX_NAMED else f"{names} and {len(peers) - _MAX_NAMED} more"
 
 
-def _round_trip_s(visited: Visited) -> float:
-    return visited.round_trip_s
-
-
 def _size(size_bytes: int) -> str:
     return scale_for("B", size_bytes).format(size_bytes)
 
@@ -225,14 +223,13 @@ def swarm_shot(seen: Crawl, starts: list[Address]) -> Shot:
     table = peers_table(seen)
     order = {one.peer.id.short: place for place, one in enumerate(by_address) if one.peer.id is not None}
     rows = sorted(table.rows, key=lambda row: order[row[0]])
-    abouts = [one.about for one in seen.peers if one.about is not None]
-    num_records, record_bytes = sum(it.num_records for it in abouts), sum(it.record_bytes for it in abouts)
+    totals = _totals(seen)
     (median_s,) = percentiles((one.round_trip_s for one in seen.peers), (50,))
     figures = (
         ("peers", f"{len(seen.peers):,}"),
         ("silent", f"{len(seen.silent):,}"),
-        ("records", f"{num_records:,}"),
-        ("size", scale_for("B", record_bytes).format(record_bytes)),
+        ("records", f"{totals['num_records']:,}"),
+        ("size", _size(totals["record_bytes"])),
         ("round trip", scale_for("s", median_s).format(median_s)),
     )
     view = View(
@@ -242,7 +239,7 @@ def swarm_shot(seen: Crawl, starts: list[Address]) -> Shot:
         figures=figures,
         table=dataclasses.replace(table, rows=rows),
         notes=tuple(peers_notes(seen, starts))[1:],
-        series={"peers": float(len(seen.peers)), "records": float(num_records)},
+        series={"peers": float(len(seen.peers)), "records": float(totals["num_records"])},
     )
     document = {"shoal": __version__, **peers_document(seen)}
     return Shot([view], view, document, swarm_metrics(seen), peers_result(seen))

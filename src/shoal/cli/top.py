@@ -21,6 +21,7 @@ import msgspec
 import typer
 
 from shoal import __version__
+from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
 from shoal.cli.output import JsonFile, counted, ends_by_signal, say, text_stream, write_json
 from shoal.cli.top_view import Shot, ShotSource, View, job_metrics
@@ -28,11 +29,13 @@ from shoal.core import SYSTEM_CLOCK, Clock, UsageError
 from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
 from shoal.core.errors import ShoalError
 from shoal.core.ids import Address
+from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
-from shoal.report.tables import Column, Line, Table, show, tell_result, wrap
+from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result, wrap
 from shoal.report.units import digits, percent, scale_for
 
 
+@with_flags()
 def top(
     run: Annotated[
         str | None,
@@ -42,33 +45,30 @@ def top(
             show_default=False,
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it and end, as without a terminal.")] = False,
+    once: Annotated[bool, flag("Print it and end, as without a terminal.")] = False,
     web: Annotated[
-        bool,
-        typer.Option("--web", help="Serve it as a web page, with /metrics for Prometheus and /status.json."),
+        bool, flag("Serve it as a web page, with /metrics for Prometheus and /status.json.")
     ] = False,
     listen: Annotated[
         str | None,
-        typer.Option(
+        flag(
+            "With --web: where; whoever reaches it can read it. Port 0 takes a free one.",
             metavar="HOST:PORT",
-            help="With --web: where; whoever reaches it can read it. Port 0 takes a free one.",
-            show_default="127.0.0.1:8470",
+            shown="127.0.0.1:8470",
         ),
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(
+        flag(
+            "Show the peers of a swarm instead, from this one on; may be given several times.",
             metavar="HOST:PORT",
-            help="Show the peers of a swarm instead, from this one on; may be given several times.",
-            show_default=False,
+            shown=False,
         ),
     ] = None,
     secret_file: SecretFile = None,
     identity_file: IdentityFile = None,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --join: ask at most so many peers.")
-    ] = 1000,
-    interval: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
+    limit: Annotated[int, flag("With --join: ask at most so many peers.", ge=1, metavar="N")] = 1000,
+    interval: Annotated[float, flag("Seconds between two looks.", ge=0.1, metavar="S")] = 1.0,
     json_file: JsonFile = None,
 ) -> None:
     """Show a running job live: each worker's step, examples/s, loss, bytes, waits and last beat.
@@ -188,14 +188,7 @@ def _items(view: View) -> list[Table | Line | str]:
 
 
 def _lines(shot: Shot) -> list[Line]:
-    lines: list[Line] = []
-    for item in _items(shot.terminal):
-        if isinstance(item, Table):
-            lines += [*item.lines(_width(), "─"), ("", "")]
-        else:
-            line, style = (item, "") if isinstance(item, str) else item
-            lines.append((visible(line), style))
-    return [*lines, ("", ""), ("Ctrl-C ends it.", "dim")]
+    return [*lines_of(_items(shot.terminal), _width(), "─"), ("", ""), ("Ctrl-C ends it.", "dim")]
 
 
 def _width() -> int:

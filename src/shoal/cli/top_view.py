@@ -17,12 +17,8 @@ from shoal.core.board import Sighting
 from shoal.report.tables import Line, Table
 
 if TYPE_CHECKING:
-    from shoal.transport.pages import PageServer, Site
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from shoal.dht.crawl import Crawl, Visited
-    from shoal.dht.wire import About
+    from shoal.transport.pages import PageServer, Site
 
 
 @dataclass(frozen=True)
@@ -114,29 +110,27 @@ def job_metrics(workers: Sequence[Sighting]) -> str:
     """Of the workers of all jobs."""
     lines = MetricLines()
 
-    def each(of: Callable[[Sighting], float | None]) -> list[tuple[Labels, float | None]]:
-        return [(_of(one), of(one)) for one in workers]
+    def noted(name: str) -> list[tuple[Labels, float | None]]:
+        return [(_of(one), getattr(one.note, name)) for one in workers]
 
     lines.add("jobs", "gauge", "Jobs that run.", [({}, len({one.note.run for one in workers}))])
-    lines.add("worker_up", "gauge", "1 while its process runs.", each(lambda one: one.state == "running"))
-    lines.add("worker_steps_total", "counter", "Steps of the optimizer.", each(lambda one: one.note.step))
-    lines.add("worker_steps_per_second", "gauge", "Steps a second.", each(lambda one: one.note.steps_per_s))
-    lines.add("worker_examples_total", "counter", "Examples taken.", each(lambda one: one.note.num_examples))
-    lines.add(
-        "worker_examples_per_second", "gauge", "Examples a second.", each(lambda one: one.note.examples_per_s)
-    )
+    running = [(_of(one), one.state == "running") for one in workers]
+    lines.add("worker_up", "gauge", "1 while its process runs.", running)
+    lines.add("worker_steps_total", "counter", "Steps of the optimizer.", noted("step"))
+    lines.add("worker_steps_per_second", "gauge", "Steps a second.", noted("steps_per_s"))
+    lines.add("worker_examples_total", "counter", "Examples taken.", noted("num_examples"))
+    lines.add("worker_examples_per_second", "gauge", "Examples a second.", noted("examples_per_s"))
     values = [
         ({**_of(one), "name": name}, value) for one in workers for name, value in one.note.values.items()
     ]
     lines.add("worker_value", "gauge", "What the program has logged, such as the loss.", values)
-    lines.add("worker_sent_bytes_total", "counter", "Bytes sent.", each(lambda one: one.note.sent_bytes))
-    lines.add(
-        "worker_received_bytes_total", "counter", "Bytes received.", each(lambda one: one.note.received_bytes)
-    )
-    lines.add("worker_wait_ratio", "gauge", "Share of time waited.", each(lambda one: one.note.wait_share))
+    lines.add("worker_sent_bytes_total", "counter", "Bytes sent.", noted("sent_bytes"))
+    lines.add("worker_received_bytes_total", "counter", "Bytes received.", noted("received_bytes"))
+    lines.add("worker_wait_ratio", "gauge", "Share of time waited.", noted("wait_share"))
     waits = [({**_of(one), "for": rank}, wait) for one in workers for rank, wait in one.note.waited_s.items()]
     lines.add("worker_waited_seconds_total", "counter", "Seconds waited for a rank.", waits)
-    lines.add("worker_last_beat_seconds", "gauge", "Since its last note.", each(lambda one: one.age_s))
+    ages = [(_of(one), one.age_s) for one in workers]
+    lines.add("worker_last_beat_seconds", "gauge", "Since its last note.", ages)
     return lines.text()
 
 
@@ -144,22 +138,18 @@ def swarm_metrics(seen: Crawl) -> str:
     """Of the peers of a swarm."""
     lines = MetricLines()
 
-    def each(of: Callable[[About], float]) -> list[tuple[Labels, float | None]]:
-        return [(_peer(one), of(one.about)) for one in seen.peers if one.about is not None]
+    def told(name: str) -> list[tuple[Labels, float | None]]:
+        return [(_peer(one), getattr(one.about, name)) for one in seen.peers if one.about is not None]
 
     lines.add("swarm_peers", "gauge", "Peers that answered.", [({}, len(seen.peers))])
     lines.add("swarm_silent_peers", "gauge", "Peers that did not answer.", [({}, len(seen.silent))])
     lines.add("swarm_swarms", "gauge", "Swarms that do not know of each other.", [({}, seen.num_swarms)])
-    lines.add("peer_records", "gauge", "Records held.", each(lambda about: about.num_records))
-    lines.add("peer_record_bytes", "gauge", "Bytes of them.", each(lambda about: about.record_bytes))
-    lines.add("peer_contacts", "gauge", "Peers known.", each(lambda about: about.num_contacts))
-    lines.add("peer_up_seconds", "gauge", "Since it began.", each(lambda about: about.uptime_s))
-    lines.add(
-        "peer_round_trip_seconds",
-        "gauge",
-        "Of a call to it.",
-        [(_peer(one), one.round_trip_s) for one in seen.peers],
-    )
+    lines.add("peer_records", "gauge", "Records held.", told("num_records"))
+    lines.add("peer_record_bytes", "gauge", "Bytes of them.", told("record_bytes"))
+    lines.add("peer_contacts", "gauge", "Peers known.", told("num_contacts"))
+    lines.add("peer_up_seconds", "gauge", "Since it began.", told("uptime_s"))
+    round_trips = [(_peer(one), one.round_trip_s) for one in seen.peers]
+    lines.add("peer_round_trip_seconds", "gauge", "Of a call to it.", round_trips)
     return lines.text()
 
 
@@ -207,13 +197,6 @@ _HEADERS = {
 }
 
 
-@dataclass
-class _Course:
-    """What one series was, for as long as its view is there."""
-
-    points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
-
-
 class LivePages:
     """The newest shot, and the course of its series; filled by one thread, read by another."""
 
@@ -222,16 +205,17 @@ class LivePages:
         self._shot: Shot | None = None
         self._error = ""
         self._looked_s = clock.now_s()
-        self._courses: dict[tuple[str, str], _Course] = {}
+        self._courses: dict[tuple[str, str], deque[tuple[float, float]]] = {}
+        """Points of the series of each view, for as long as it is there."""
 
     def put(self, shot: Shot) -> None:
         """Keep another shot, and add it to the courses."""
         now_s = self._clock.now_s()
-        kept: dict[tuple[str, str], _Course] = {}
+        kept = {}
         for view in shot.views:
             for name, value in view.series.items():
-                course = kept[view.id, name] = self._courses.get((view.id, name), _Course())
-                course.points.append((now_s, value))
+                course = kept[view.id, name] = self._courses.get((view.id, name), deque(maxlen=_MAX_POINTS))
+                course.append((now_s, value))
         self._courses, self._shot, self._error, self._looked_s = kept, shot, "", now_s
 
     def fail(self, error: str) -> None:
@@ -268,7 +252,7 @@ class LivePages:
             "shares": view.shares,
             "notes": view.notes,
             "series": {
-                name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course.points)]
+                name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course)]
                 for (owner, name), course in self._courses.items()
                 if owner == view.id
             },

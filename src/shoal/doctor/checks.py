@@ -263,11 +263,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
     usage = shutil.disk_usage(folder)
     says = f"{folder}: {usage.total / _GIB:.1f} GiB, {usage.free / _GIB:.1f} GiB free."
     figures: dict[str, object] = {"total_bytes": usage.total, "free_bytes": usage.free}
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"shoal")
-    except OSError as error:
-        reason = error.strerror or str(error)
+    if reason := _why_not_written(folder):
         return warn(
             f"{says} It cannot be written: {reason}.",
             f"free some space, or chmod 1777 {folder}; the temporary folder is used until then.",
@@ -324,11 +320,8 @@ def check_state() -> CheckResult:
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             return fail(f"{folder} cannot be made in {above}.", next_step)
         return ok(f"{folder} will be made on first use.", folder=str(folder), peer_id=None)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"shoal")
-    except OSError as error:
-        return fail(f"{folder} cannot be written: {error.strerror or error}.", next_step)
+    if reason := _why_not_written(folder):
+        return fail(f"{folder} cannot be written: {reason}.", next_step)
     path = default_identity_path()
     if not path.exists():
         return ok(
@@ -341,6 +334,16 @@ def check_state() -> CheckResult:
     return ok(
         f"{folder} is writable; this is peer {peer_id.short}.", folder=str(folder), peer_id=str(peer_id)
     )
+
+
+def _why_not_written(folder: Path) -> str:
+    """Why no file can be written there, in the system's words; empty where one can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"shoal")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def is_older(version: str, least: str) -> bool:

@@ -201,7 +201,7 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor_name(),
         "cores": num_cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": None if (total := memory().total_bytes) is None else round(total / 2**30, 1),
         "device": device_name(),
         "topology": _topology(),
         "versions": {
@@ -276,11 +276,6 @@ def _topology() -> str:
         if done is not None and done.returncode == 0:
             return done.stdout.strip()
     return ""
-
-
-def _memory_gib() -> float | None:
-    total_bytes = memory().total_bytes
-    return None if total_bytes is None else round(total_bytes / 2**30, 1)
 
 
 def _cpu_times() -> list[int]:

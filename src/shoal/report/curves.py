@@ -63,7 +63,7 @@ def averaged(curve: Curve, axis: str) -> Line | None:
         return None
     if len({len(start): True for start in starts}) > 1:
         starts = _aligned(starts)
-    columns = [[start[index] for start in starts] for index in _kept(len(starts[0]))]
+    columns = [[start[index] for start in starts] for index in evenly(len(starts[0]), MAX_POINTS)]
     values = [[value for _, value in column] for column in columns]
     return Line(
         x=[mean_of([float(x) for x, _ in column]) for column in columns],
@@ -74,10 +74,11 @@ def averaged(curve: Curve, axis: str) -> Line | None:
     )
 
 
-def _kept(count: int) -> list[int]:
-    if count <= MAX_POINTS:
+def evenly(count: int, most: int) -> list[int]:
+    """At most so many of `count` places, the first and the last among them."""
+    if count <= most:
         return list(range(count))
-    return list({round(index * (count - 1) / (MAX_POINTS - 1)): True for index in range(MAX_POINTS)})
+    return list({round(index * (count - 1) / (most - 1)): True for index in range(most)})
 
 
 def _aligned(starts: list[Points]) -> list[Points]:

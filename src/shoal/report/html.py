@@ -36,6 +36,7 @@ from shoal.report.plots import (
     forest_data,
     gathered,
     group_reports,
+    has_samples,
     histogram_plots,
     is_wait,
     overview_data,
@@ -142,8 +143,9 @@ def _named(items: list[Shown]) -> list[Shown]:
     return items if len(items) > 1 else [replace(items[0], label="", number=0)]
 
 
-def _how(words: str) -> str:
-    return f'<p class="how">{escape(words)}</p>'
+def _how(words: str, content: str = "") -> str:
+    """Words for a reader, after the content that they are of."""
+    return f'{content}<p class="how">{escape(words)}</p>'
 
 
 @dataclass(frozen=True)
@@ -280,10 +282,13 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
     found = [
         Section("At a glance", glance),
         Section(over, curve_plots(shown, figures, colours), lines_are),
-        Section("Scaling", _noted(scaling_plots(shown, figures, colours), SCALING_HOW)),
-        Section("Who waited for whom", _noted(wait_plots(shown, figures), WAITS_HOW)),
-        Section("Staleness", _noted(histogram_plots(shown, figures, colours), STALENESS_HOW)),
     ]
+    for name, plots, how in (
+        ("Scaling", scaling_plots(shown, figures, colours), SCALING_HOW),
+        ("Who waited for whom", wait_plots(shown, figures), WAITS_HOW),
+        ("Staleness", histogram_plots(shown, figures, colours), STALENESS_HOW),
+    ):
+        found += [Section(name, _how(how, plots))] * bool(plots)
     drawn = dict.fromkeys(scaling_groups(shown), True)
     folds = []
     for group in gathered(group_reports([item.report for item in shown])):
@@ -293,16 +298,13 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)
         if is_shown or len(group.rows) > MAX_OPEN_ROWS:
-            folds.append(_fold(section, len(group.rows)))
+            num_rows = f"{len(group.rows)} row{'s' if len(group.rows) > 1 else ''}"
+            title = " · ".join(part for part in (section.name, section.about, num_rows) if part)
+            folds.append(folded(title, section.content))
         else:
             found.append(section)
     found.append(Section("More figures", "".join(folds)))
     return [section for section in found if section.content]
-
-
-def _fold(section: Section, num_rows: int) -> str:
-    parts = (section.name, section.about, f"{num_rows} row{'s' if num_rows > 1 else ''}")
-    return folded(" · ".join(part for part in parts if part), section.content)
 
 
 def how_it_ran(shown: Sequence[Shown]) -> Section:
@@ -314,7 +316,11 @@ def how_it_ran(shown: Sequence[Shown]) -> Section:
         {name: value for name, value in item.report.result.items() if name != "headline"} for item in shown
     ]
     tables = (
-        ("Configuration", settings_table("config", configs, shown), _differ(configs)),
+        (
+            "Configuration",
+            settings_table("config", configs, shown),
+            any(each != configs[0] for each in configs),
+        ),
         ("Result", settings_table("result", results, shown), False),
     )
     folds = [folded(name, content, is_open=is_open) for name, content, is_open in tables if content]
@@ -331,14 +337,6 @@ def environments(shown: Sequence[Shown]) -> Section:
 def folded(name: str, content: str, *, is_open: bool = False) -> str:
     """Content under a line that opens and closes it."""
     return f"<details{' open' if is_open else ''}><summary>{escape(name)}</summary>{content}</details>"
-
-
-def _differ(values: Sequence[object]) -> bool:
-    return any(value != values[0] for value in values)
-
-
-def _noted(content: str, note: str) -> str:
-    return f'{content}<p class="how">{escape(note)}</p>' if content else ""
 
 
 def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> Section:
@@ -366,7 +364,7 @@ def _distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigur
 
 def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
     """One row at a time: its percentiles in every report beside each other, and its samples by start."""
-    lines = [(index, line) for index, line in enumerate(group.rows) if _has_samples(line)]
+    lines = [(index, line) for index, line in enumerate(group.rows) if has_samples(line)]
     if not lines or group.is_of_facts:
         return ""
     number = figures.open_set((item.label, item.number) for item in shown)
@@ -388,10 +386,6 @@ def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
         + titled("samples by process start", spread)
     )
     return folded("One row closer", content, is_open=len(shown) > 1)
-
-
-def _has_samples(line: Sequence[Row | None]) -> bool:
-    return any(row is not None and len(row.samples) > 1 for row in line)
 
 
 def _is_timed(line: Sequence[Row | None]) -> bool:
@@ -734,17 +728,8 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
 
 def reports_table(shown: Sequence[Shown]) -> str:
     """Which reports the page shows."""
-    head = [
-        f"<th>{name}</th>"
-        for name in (
-            *(["report"] if len(shown) > 1 else []),
-            "file",
-            "benchmark",
-            "created",
-            "code",
-            "machine",
-        )
-    ]
+    names = ["report"] * (len(shown) > 1) + ["file", "benchmark", "created", "code", "machine"]
+    head = [f"<th>{name}</th>" for name in names]
     body = []
     for item in shown:
         report = item.report

@@ -172,7 +172,7 @@ class ReportGroup:
     @property
     def has_samples(self) -> bool:
         """Whether any row was measured more than once."""
-        return any(row is not None and len(row.samples) > 1 for line in self.rows for row in line)
+        return any(map(has_samples, self.rows))
 
     @property
     def is_of_facts(self) -> bool:
@@ -187,6 +187,11 @@ class ReportGroup:
         if self.is_mixed:
             return " · ".join(part for part in (row.metric, row.label) if part)
         return short_label(row, shared_key(self.present))
+
+
+def has_samples(line: Sequence[Row | None]) -> bool:
+    """Whether a row was measured more than once in any report."""
+    return any(row is not None and len(row.samples) > 1 for row in line)
 
 
 def gathered(groups: Sequence[ReportGroup]) -> list[ReportGroup]:

@@ -194,6 +194,34 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return [row for row in self.rows if row.error is not None]
 
 
+def rows_of(report: Report, metric: str) -> list[Row]:
+    """The rows of one metric that hold samples."""
+    return [row for row in report.rows if row.metric == metric and row.starts]
+
+
+def by_start(report: Report, metric: str) -> list[dict[str, list[float]]]:
+    """The samples of each process start by metric, of one figure each that every start has.
+
+    There are as many starts as have `metric`; rows that tell reasons apart are left out.
+    """
+    rows = {row.metric: row.starts for row in report.rows if row.starts and "reason" not in row.key}
+    count = len(rows.get(metric, ()))
+    return [
+        {name: starts[number] for name, starts in rows.items() if len(starts) == count}
+        for number in range(count)
+    ]
+
+
+def by_reason(report: Report, metric: str) -> dict[str, int]:
+    """The counts of a metric whose rows differ by their `reason`."""
+    return {str(row.key["reason"]): int(sum(row.samples)) for row in rows_of(report, metric)}
+
+
+def with_failed(report: Report, result: dict[str, Any]) -> dict[str, Any]:
+    """A RESULT with the number of rows that failed, where any did."""
+    return {**result, "failed": len(report.failed)} if report.failed else result
+
+
 def _is_plain(value: Scalar) -> bool:
     """Whether tables and plots can show it: sums and axes are made of floats."""
     if isinstance(value, float):

@@ -123,17 +123,23 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
+def lines_of(items: Sequence[Table | Line | str], width: int, rule: str) -> list[Line]:
+    """All lines of tables, each with an empty one after it, and of text; none of them steers a terminal."""
+    lines: list[Line] = []
+    for item in items:
+        if isinstance(item, Table):
+            lines += [*item.lines(width, rule), ("", "")]
+        else:
+            line, style = (item, "") if isinstance(item, str) else item
+            lines.append((visible(line), style))
+    return lines
+
+
 def show(items: Sequence[Table | Line | str], stream: TextIO) -> None:
     """Write tables, each with an empty line after it, and lines of text."""
     is_terminal = stream.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
-    lines: list[Line] = []
-    for item in items:
-        if isinstance(item, Table):
-            lines += [*item.lines(width, "─" if is_terminal else "-"), ("", "")]
-        else:
-            line, style = (item, "") if isinstance(item, str) else item
-            lines.append((visible(line), style))
+    lines = lines_of(items, width, "─" if is_terminal else "-")
     if not is_terminal:
         emit("\n".join(line for line, _ in lines), stream)
         return

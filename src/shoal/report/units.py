@@ -67,6 +67,11 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{value:,.{max(0, significant - 1 - exponent)}f}"
 
 
+def rounded(value: float) -> float | int:
+    """For a RESULT line: whole numbers as they are, others with four digits."""
+    return int(value) if value == int(value) else float(f"{value:.4g}")
+
+
 def percent(value: float | None, *, signed: bool = True) -> str:
     """'-10.3%', 'n/a' for None; never '-0.0%'."""
     if value is None:
