@@ -72,7 +72,7 @@ with strategy.attach(model, optimizer) as session:
     session.on_resize(lambda old, new: note(resized=[old, new]))
     while not is_over():
         for numbers, *batch in loader:
-            # an iteration may go back to what is left of earlier epochs, when the number of workers has changed
+            # an iteration may go back to what is left of earlier epochs when the number of workers changes
             before, what = strategy.steps, {"epoch": loader.epoch - 1, "items": numbers.tolist()}
             note(taken=True, **what)  # before the backward pass, in which gradients are shared
             optimizer.zero_grad()
