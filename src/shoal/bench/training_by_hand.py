@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import Spread, Trainee, device_of, options_of
+from shoal.bench.contenders import Spread, Trainee, device_of, options_of, tokens_of
 from shoal.bench.frame import Receive, RowKey, RunFlags, Version
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import (
@@ -47,7 +47,7 @@ STRATEGY = "parameter-server"
 DEFAULT_ITERATIONS, DEFAULT_BATCH_SIZE, DEFAULT_WARMUP = 3000, 64, 10
 BY_HAND = (
     *("model", "image_size", "strategies", "option", "batch_size", "device", "no_cuda", "fuse", "num_warmup"),
-    *("eager", "xla", "optimizer"),
+    *("eager", "xla", "optimizer", "sequence_length"),
     *("pairs", "iterations", "slow_worker", "ps_hosts", "worker_hosts", "job_name", "task_index", "seed"),
     *("network_interface", "report", "json_file"),
 )
@@ -188,7 +188,9 @@ class WorkerByHand:
         try:
             for number, time_s in enumerate(train(self._role, config, self._say)):
                 times_s.append(time_s)
-                self._say(f"Iter #{number}: {config.batch_size / time_s:.1f} img/sec per worker")
+                speed = config.batch_size * (config.sequence_length or 1) / time_s
+                what = "img" if config.sequence_length is None else "tok"
+                self._say(f"Iter #{number}: {speed:.1f} {what}/sec per worker")
         except PeerLost as error:
             raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
         finally:
@@ -299,8 +301,11 @@ def summarize_worker(report: Report) -> dict[str, Any]:
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    speed = _row(report, OWN_SPEED)
-    items: Items = [] if speed is None else [f"Img/sec per worker: {Spread.of(speed.samples)}"]
+    speed, num_tokens = _row(report, OWN_SPEED), tokens_of(report.config)
+    items: Items = []
+    if speed is not None:
+        speeds = [sample * (num_tokens or 1) for sample in speed.samples]
+        items.append(f"{'Img' if num_tokens is None else 'Tok'}/sec per worker: {Spread.of(speeds)}")
     return [*items, *((f"failed: {row.error}", "red") for row in report.failed)]
 
 
