@@ -53,6 +53,7 @@ from shoal.bench.workers import (
     one_line,
 )
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report.tables import emit
 
@@ -347,7 +348,7 @@ def optimizer_named(name: str) -> str:
     plain = name.strip().lower().replace("_", "-")
     if plain not in OPTIMIZERS:
         raise UsageError(
-            f"KungFu has no optimizer {name!r}.",
+            f"KungFu has no optimizer {name!r}.{did_you_mean(name, OPTIMIZERS)}",
             next_step=f"one of {', '.join(OPTIMIZERS)}; --strategies names all that there are here.",
         )
     return plain
