@@ -226,11 +226,11 @@ def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = Tru
         raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
     if no_cuda or asked == "cpu":
         return "cpu"
-    has_gpu = machine.default_device() == "cuda"
+    has_gpu = machine.default_device() == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     if asked == "cuda" and is_here and not has_gpu:
         raise UsageError(
             "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA, or the driver tells of no GPU.",
+            cause="torch has no CUDA, the driver tells of no GPU, or CUDA_VISIBLE_DEVICES hides them all.",
             next_step="use --device cpu, or see what `shoal doctor` says.",
         )
     return "cuda" if has_gpu or asked == "cuda" else "cpu"

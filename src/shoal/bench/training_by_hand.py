@@ -53,6 +53,8 @@ BY_HAND = (
 )
 """Flags that mean something to a process that is started by hand."""
 _OF_WORKERS = ("report", "json_file")
+FROM_WORKERS = ""
+"""The model of a server that was told none: it takes that of the workers."""
 
 
 class Role(msgspec.Struct, frozen=True):
@@ -140,6 +142,8 @@ def by_hand_config(
         num_iterations=one_of({"--num-iters": flags.pairs, "--iterations": flags.iterations}),
         num_warmup=flags.num_warmup,
     )
+    if role.is_server and "model" not in typed:
+        config = msgspec.structs.replace(config, model=FROM_WORKERS, image_size=None)
     options = options_of((STRATEGY,), flags.option)
     return msgspec.structs.replace(config, options=options, **slow_worker(flags.slow_worker))
 
@@ -211,6 +215,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
     say(f"Device: {config.device}")
     say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
     with _taking(role) as group:
+        _agree_on_model(group, config)
         trainee = trainee_of(config, role.index, _device(config))
         with _strategy(group, config).attach(trainee.model, trainee.optimizer):
             say("Running warmup...")
@@ -231,6 +236,8 @@ def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
+        config = _agree_on_model(group, config)
+        say(f"Model: {config.model}")
         trainee = trainee_of(config, 0, _device(config))
         strategy = _strategy(group, config)
         say(
@@ -250,6 +257,27 @@ def _taking(role: Role) -> Iterator[Group]:
     os.environ.update(role.variables)
     with init(num_servers=role.num_servers) as group:
         yield group
+
+
+def _agree_on_model(group: Group, config: TrainingConfig) -> TrainingConfig:
+    """Tell the servers what the workers train, collectively; a server that was told no model gets theirs.
+
+    UsageError on all where they were told different ones.
+    """
+    from shoal.group import share
+
+    everybody = group.everybody
+    assert everybody is not None, "there are servers"
+    names = ("model", "image_size", "sequence_length")
+    told = share(everybody, {name: getattr(config, name) for name in names})
+    trained = told[group.num_servers]
+    for other in told:
+        if other["model"] not in (FROM_WORKERS, trained["model"]):
+            raise UsageError(
+                f"The first worker trains {trained['model']}, and another process was told {other['model']}.",
+                next_step="give all workers the same --model, and servers the same or none.",
+            )
+    return msgspec.structs.replace(config, **trained) if config.model == FROM_WORKERS else config
 
 
 def _strategy(group: Group, config: TrainingConfig) -> ParameterServer:
