@@ -323,7 +323,7 @@ class Trainee:
         self._loss_of = loss_of
 
     def step(self) -> None:
-        """One iteration."""
+        """Trains one iteration, from fresh gradients."""
         self.optimizer.zero_grad()
         self.learn()
 

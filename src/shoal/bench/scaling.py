@@ -331,7 +331,7 @@ def _topology(strategy: str, local_sizes: Sequence[int]) -> str:
 
 
 class ScalingPoint(msgspec.Struct, frozen=True):
-    """One measured combination."""
+    """One combination of strategy, batch size and number of workers that is measured."""
 
     strategy: str
     batch_size: int
@@ -339,7 +339,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows."""
+        """Returns the key of its rows in a report."""
         return {
             "strategy": self.strategy,
             "batch_size": self.batch_size,
@@ -627,7 +627,7 @@ class ScalingWorker:
         return None
 
     def attach(self, strategy: str) -> None:
-        """Collective."""
+        """Attaches the strategy to the model; all workers call it together."""
         opened = self._opened[strategy]
         assert opened.strategy is not None, "nothing attaches to none"
         attachment = opened.strategy.attach(opened.trainee.model, opened.trainee.optimizer)

@@ -53,7 +53,7 @@ class ScalingFigures:
         return None if row is None else row.samples
 
     def mean(self, metric: str, strategy: str, batch_size: int, num_workers: int) -> float | None:
-        """Of one figure."""
+        """Averages the samples of one figure; None where it was not measured."""
         samples = self.samples(metric, strategy, batch_size, num_workers)
         return None if samples is None else statistics.fmean(samples)
 

@@ -482,7 +482,7 @@ class Block(msgspec.Struct, frozen=True):
         return sum(self.times_s)
 
     def examples_per_s(self, batch_size: int) -> float:
-        """Of this worker."""
+        """Computes how many examples a second this worker trained."""
         return batch_size * len(self.times_s) / self.seconds
 
 
