@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from shoal.core.errors import PeerLost, ShoalError, UsageError
 from shoal.group import Group, GroupWrapper, SoloGroup, share
-from shoal.simulate.exact import Killed, Outcome, Worker, run_exact
+from shoal.simulate.exact import Killed, SimulatedOutcome, SimulatedWorker, run_exact
 from shoal.simulate.world import World
 from shoal.strategies import BUILT_IN, Strategy, StrategyOptions, describe_options, load_class
 from shoal.strategies.options import read_options
@@ -154,7 +154,7 @@ class _Check:
     act: Callable[[_Trial], Any]
     sizes: Sequence[int] = (3,)
     """Groups that it is tried in, in virtual time."""
-    judge: Callable[[Sequence[Outcome[Any]], _Trial], None] | None = None
+    judge: Callable[[Sequence[SimulatedOutcome[Any]], _Trial], None] | None = None
     """Looks at what the workers have returned."""
     may_fail: bool = False
     """Whether an error of a worker may be right, and is left to `judge`."""
@@ -163,7 +163,7 @@ class _Check:
 def _in_virtual_time(check: _Check, size: int, trial: Callable[..., _Trial]) -> None:
     """Runs a check with so many workers."""
 
-    def work(worker: Worker) -> Any:
+    def work(worker: SimulatedWorker) -> Any:
         return check.act(trial(worker.group, partial(worker.compute, _STEP_S)))
 
     alone, promise = trial(SoloGroup()), f"{check.promise} ({size} workers)"
@@ -487,7 +487,7 @@ def _leaves(trial: _Trial) -> list[Any] | None:
     return found
 
 
-def _judge_leave(outcomes: Sequence[Outcome[Any]], trial: _Trial) -> None:
+def _judge_leave(outcomes: Sequence[SimulatedOutcome[Any]], trial: _Trial) -> None:
     first, *others = (outcome.value for outcome in outcomes[1:])
     distance = max(_distance(other, first) for other in others)
     if not distance <= _EQUAL:
@@ -522,7 +522,7 @@ def _changes_size(trial: _Trial) -> list[Any]:
         return [found, step, bool(_vector(model).isfinite().all())]
 
 
-def _judge_size(outcomes: Sequence[Outcome[Any]], trial: _Trial) -> None:
+def _judge_size(outcomes: Sequence[SimulatedOutcome[Any]], trial: _Trial) -> None:
     states, steps, are_finite = zip(*(outcome.value for outcome in outcomes), strict=True)
     distance = max(_distance(state, states[0]) for state in states)
     if not distance <= _EQUAL:
@@ -552,7 +552,7 @@ def _is_lost(trial: _Trial) -> None:
         trial.train(model, optimizer, 2 * trial.period, 6 * trial.period + 4)
 
 
-def _judge_loss(outcomes: Sequence[Outcome[None]], trial: _Trial) -> None:
+def _judge_loss(outcomes: Sequence[SimulatedOutcome[None]], trial: _Trial) -> None:
     *others, lost = outcomes
     for other in others:
         error, is_survived = other.error, trial.kind.survives_loss

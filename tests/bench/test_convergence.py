@@ -27,7 +27,7 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.doctor.machine import Memory
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import show
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 
 SMALL = ConvergenceConfig(
     num_experts=4, layer_dim=8, num_layers=2, num_active=2, num_trainers=3, steps=8, eval_every=3, num_seeds=2
@@ -170,8 +170,8 @@ def test_what_cannot_be_learned_is_refused(wrong):
         ConvergenceConfig(**wrong)
 
 
-SMALL_MEMORY = MixtureSettings(num_experts=4, layer_dim=32)
-LARGE = MixtureSettings(num_experts=256)
+SMALL_MEMORY = MixtureRunSettings(num_experts=4, layer_dim=32)
+LARGE = MixtureRunSettings(num_experts=256)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_seeds_run_side_by_side_as_cores_and_memory_allow(machine, cores, fittin
 
 
 def test_a_gpu_takes_one_seed_after_another():
-    assert num_at_once(MixtureSettings(device="cuda"), 5) == 1
+    assert num_at_once(MixtureRunSettings(device="cuda"), 5) == 1
 
 
 def test_the_line_says_what_it_takes_and_whether_that_fits(machine):

@@ -28,8 +28,20 @@ def two_gpus(monkeypatch):
 )
 def test_gpus_are_taken_where_there_are_any_unless_told(monkeypatch, found, asked, device):
     monkeypatch.setattr(machine, "default_device", lambda: found)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert device_of(asked) == device
     assert device_of("auto", no_cuda=True) == "cpu"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("visible", "device"), [("", "cpu"), ("-1", "cpu"), ("1", "cuda")])
+def test_gpus_that_a_variable_hides_are_not_taken(monkeypatch, visible, device):
+    """KungFu's line of a parameter server begins with CUDA_VISIBLE_DEVICES=""."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_of("auto") == device
+    if device == "cpu":
+        with pytest.raises(UsageError, match=r"no GPU[\s\S]*CUDA_VISIBLE_DEVICES"):
+            device_of("cuda")
 
 
 def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(monkeypatch):

@@ -183,8 +183,8 @@ def test_handlers_and_processes_are_bounded_by_the_cores_unless_they_are_given(n
 @pytest.mark.parametrize(
     ("name", "given", "complaint"),
     [
-        ("ffn_forwards", {}, "did you mean --preset ffn_forward"),
-        ("transformer", {}, "give one of default, "),
+        ("ffn_forwards", {}, "Did you mean 'ffn_forward'"),
+        ("transformer", {}, "one of default, "),
         ("default", {"max_batch_size": 2000}, "--max-batch-size 2048"),
         ("default", {"num_clients": 2, "client_processes": 3}, "at least one client for each"),
         ("default", {"device": "tpu"}, "cannot be served on 'tpu'"),

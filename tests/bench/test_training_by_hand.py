@@ -9,10 +9,17 @@ import msgspec
 import pytest
 
 from shoal.bench import training_by_hand
-from shoal.bench.frame import RunSettings, run_benchmark
+from shoal.bench.frame import RunFlags, RunSettings, run_benchmark
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import TrainingConfig, TrainingFlags, row
-from shoal.bench.training_by_hand import Role, config_of, role_of, summarize_worker, worker_items
+from shoal.bench.training_by_hand import (
+    Role,
+    by_hand_config,
+    config_of,
+    role_of,
+    summarize_worker,
+    worker_items,
+)
 from shoal.core import Address, PeerLost, Placement, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.report import Report, Row
@@ -122,8 +129,9 @@ def test_a_worker_that_met_nobody_has_no_figures(monkeypatch):
 def test_servers_and_workers_that_are_started_by_hand_meet_train_and_end(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         server = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = ["--ps_hosts", server, "--worker_hosts", "127.0.0.1:1,127.0.0.1:2", "--model", "small-mlp"]
+    flags = ["--ps_hosts", server, "--worker_hosts", "127.0.0.1:1,127.0.0.1:2"]
     flags += ["--num-iters", "5", "--num-warmup-batches", "2"]
+    models = {"ps": [], "worker": ["--model", "small-mlp"]}  # as in KungFu's script: the server is told none
     roles = [("ps", 0), ("worker", 0), ("worker", 1)]
     with contextlib.ExitStack() as stack:
         started = []
@@ -131,7 +139,7 @@ def test_servers_and_workers_that_are_started_by_hand_meet_train_and_end(tmp_pat
             own = ["--job_name", job, "--task_index", str(index)]
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-m", "shoal", "bench", "training", *flags, *own],
+                    [sys.executable, "-m", "shoal", "bench", "training", *flags, *own, *models[job]],
                     stdout=subprocess.PIPE,
                     text=True,
                     cwd=tmp_path,
@@ -144,8 +152,44 @@ def test_servers_and_workers_that_are_started_by_hand_meet_train_and_end(tmp_pat
     assert [process.returncode for process in started] == [0, 0, 0]
     server_result, *results = (json.loads(lines[-1].removeprefix("RESULT: ")) for lines in printed)
     # the warm-up's gradients too: each worker counts its own iterations
+    assert "Model: small-mlp" in printed[0]
     assert server_result["num_applied"] == 2 * (5 + 2)
     assert [result["num_iterations"] for result in results] == [5, 5]
     for lines in printed[1:]:
         assert len([line for line in lines if line.startswith("Iter #")]) == 5
         assert any(line.startswith("Img/sec per worker: ") for line in lines)
+
+
+def test_a_server_that_is_told_no_model_waits_for_the_workers():
+    role, args = Role("ps", 0, 1, 2, Address("ps0", 1)), (HostFlags(), RunFlags())
+    config = by_hand_config(role, TrainingFlags(device="cpu"), *args, {})
+    assert (config.model, config.image_size) == ("", None)
+    told = TrainingFlags(model="lenet", device="cpu")
+    assert by_hand_config(role, told, *args, {"model": "--model"}).model == "lenet"
+    worker = Role("worker", 0, 1, 2, Address("ps0", 1))
+    assert by_hand_config(worker, TrainingFlags(device="cpu"), *args, {}).model == "mlp"
+
+
+@pytest.mark.slow
+def test_servers_and_workers_that_were_told_different_models_say_so(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        server = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = ["--ps_hosts", server, "--worker_hosts", "127.0.0.1:1", "--num-iters", "1", "--device", "cpu"]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for job, model in (("ps", "lenet"), ("worker", "small-mlp")):
+            command = [sys.executable, "-m", "shoal", "bench", "training", *flags]
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [*command, "--job_name", job, "--model", model],
+                    stderr=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=tmp_path,
+                )
+            )
+            stack.callback(process.kill)
+            started.append(process)
+        complaints = [process.communicate(timeout=100)[1] for process in started]
+    assert all(process.returncode for process in started)
+    assert all("trains small-mlp, and another process was told lenet" in text for text in complaints)

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.cli import dht as module
-from shoal.cli.dht import Moment, dht
+from shoal.cli.dht import DhtCounters, dht
 from shoal.core import PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import DHTSettings, connect, settings
@@ -196,7 +196,7 @@ def test_bad_usage_says_what_is_wrong(arguments, words):
 
 
 def test_the_line_tells_how_the_peer_is():
-    before = Moment(10.0, 0, 0, 0, 0, 100)
-    now = Moment(12.0, 1, 2345, 3_400_000, 6, 107)
+    before = DhtCounters(10.0, 0, 0, 0, 0, 100)
+    now = DhtCounters(12.0, 1, 2345, 3_400_000, 6, 107)
     assert now.line(before) == "1 peer known, 2,345 records here (3.40 MB), 6 cached, 3.5 requests/s"
     assert now.line(now).endswith("0.0 requests/s")

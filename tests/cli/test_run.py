@@ -28,7 +28,7 @@ def told_by(capfd, *words):
     """What the workers tell of themselves, by the prefix of their lines."""
     assert run(["run", *words]) == 0
     out, complaint = capfd.readouterr()
-    assert complaint == ""
+    assert [line for line in complaint.splitlines() if "workers share" not in line] == []
     return {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in out.splitlines()}
 
 
@@ -206,3 +206,10 @@ def test_it_starts_without_torch(folder):
     """
     script = "\n".join(line.strip() for line in body.splitlines())
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("num_cores", "says"), [(1, "shoal run: 2 workers share 1 core.\n"), (2, "")])
+def test_more_workers_than_cores_are_told_once(capfd, monkeypatch, num_cores, says):
+    monkeypatch.setattr("shoal.launch.num_cores", lambda: num_cores)
+    assert run(["run", "-np", "2", "tell.py"]) == 0
+    assert capfd.readouterr().err == says

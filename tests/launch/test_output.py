@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core import UsageError
-from shoal.launch.output import MAX_QUEUED_BYTES, Listener, LogFiles, Terminal
+from shoal.launch.output import MAX_QUEUED_BYTES, LogFiles, OutputListener, Terminal
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_reader_that_has_gone_is_noticed(pipes):
 
 def test_a_listener_hears_each_line():
     heard, said = [], []
-    listener = Listener(lambda *line: heard.append(line), said.append)
+    listener = OutputListener(lambda *line: heard.append(line), said.append)
     listener.lines(1, "stderr", [b"a", b"b"])
     listener.say("done")
     assert heard == [(1, "stderr", b"a"), (1, "stderr", b"b")]

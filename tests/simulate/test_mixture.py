@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.simulate.mixture.experiment import Data, MixtureResult, run_mixture
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 from simulate.plain_mixture import TINY
 
 DENSE = {"model": "large-ffn", "num_layers": 1, "layer_dim": 2}
@@ -24,12 +24,12 @@ def data() -> Data:
 
 
 def run(data: Data, **changes: object) -> MixtureResult:
-    return run_mixture(MixtureSettings(**{**TINY, "eval_every": 5, **changes}), data)
+    return run_mixture(MixtureRunSettings(**{**TINY, "eval_every": 5, **changes}), data)
 
 
 def test_it_stops_at_exactly_its_updates_and_evaluates_at_the_end(data: Data) -> None:
     told: list[tuple[int, int]] = []
-    settings = MixtureSettings(**TINY, eval_every=5)
+    settings = MixtureRunSettings(**TINY, eval_every=5)
     result = run_mixture(settings, data, lambda done, total: told.append((done, total)))
     assert [one.num_updates for one in result.evaluations] == [5, 10, 12]
     assert told[-1] == (12, 12)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from shoal.simulate.mixture.experts import ExpertBank
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 from simulate.plain_mixture import TINY, expert_of, flat_gradient
 
 LAYER_EXPERTS = TINY["num_experts"]
 
 
 def bank_of(is_one_by_one: bool = True, **changes: object) -> ExpertBank:
-    settings = MixtureSettings(**{**TINY, "batch_size": 2, "update_every_steps": 3, **changes})
+    settings = MixtureRunSettings(**{**TINY, "batch_size": 2, "update_every_steps": 3, **changes})
     return ExpertBank(settings, torch.Generator().manual_seed(1), is_one_by_one=is_one_by_one)
 
 

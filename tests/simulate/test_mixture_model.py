@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from shoal.simulate.mixture.experts import ExpertBank
 from shoal.simulate.mixture.model import MixtureModel, StepGradients
-from shoal.simulate.mixture.settings import NUM_CLASSES, NUM_FEATURES, MixtureSettings
+from shoal.simulate.mixture.settings import NUM_CLASSES, NUM_FEATURES, MixtureRunSettings
 from simulate.plain_mixture import TINY, PlainMixture, flat_gradient
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -20,7 +20,7 @@ def batch(size: int = 4, num_trainers: int = 1) -> tuple[torch.Tensor, torch.Ten
     return x, torch.randint(0, NUM_CLASSES, (num_trainers, size), generator=generator)
 
 
-def model_of(settings: MixtureSettings, *, is_gathered: bool) -> MixtureModel:
+def model_of(settings: MixtureRunSettings, *, is_gathered: bool) -> MixtureModel:
     """The one that an accelerator has, where weights and gradients of many experts are gathered."""
     model = MixtureModel(settings)
     if is_gathered:
@@ -43,7 +43,7 @@ def test_losses_and_gradients_of_each_trainer_are_those_of_plain_modules(
     kind: str, is_gathered: bool
 ) -> None:
     fields = {"model": "large-ffn"} if kind == "large-ffn" else {"is_faithful": kind == "faithful"}
-    model = model_of(MixtureSettings(**TINY, **fields), is_gathered=is_gathered)
+    model = model_of(MixtureRunSettings(**TINY, **fields), is_gathered=is_gathered)
     x, labels = batch(num_trainers=3)
     steps = model.gradients(x, labels)
     for trainer, step in enumerate(steps):
@@ -61,7 +61,7 @@ def test_losses_and_gradients_of_each_trainer_are_those_of_plain_modules(
 
 
 def test_the_trunk_is_updated_by_adam() -> None:
-    model = MixtureModel(MixtureSettings(**TINY))
+    model = MixtureModel(MixtureRunSettings(**TINY))
     plain = PlainMixture(model)
     optimizer = torch.optim.Adam(plain.trunk.parameters(), lr=1e-3, amsgrad=True)
     for step in model.gradients(*batch(num_trainers=3)):
@@ -75,7 +75,7 @@ def test_the_trunk_is_updated_by_adam() -> None:
 
 @pytest.mark.parametrize("kind", ["dmoe", "large-ffn"])
 def test_evaluation_is_that_of_plain_modules(kind: str) -> None:
-    model = MixtureModel(MixtureSettings(**{**TINY, "model": kind}))
+    model = MixtureModel(MixtureRunSettings(**{**TINY, "model": kind}))
     (x,), (labels,) = batch(40)
     logits = PlainMixture(model)(x)
     loss, accuracy = model.evaluate(x, labels)
@@ -85,7 +85,7 @@ def test_evaluation_is_that_of_plain_modules(kind: str) -> None:
 
 def test_the_next_best_experts_stand_in_for_those_that_fail() -> None:
     healthy, faulty = (
-        MixtureModel(MixtureSettings(**TINY, batch_size=64, failure_rate=rate))
+        MixtureModel(MixtureRunSettings(**TINY, batch_size=64, failure_rate=rate))
         .gradients(*batch(64))[0]
         .experts
         for rate in (0.0, 0.3)
@@ -97,7 +97,7 @@ def test_the_next_best_experts_stand_in_for_those_that_fail() -> None:
 
 
 def test_a_sample_without_any_expert_stays_finite() -> None:
-    model = MixtureModel(MixtureSettings(**{**TINY, "num_experts": 2}, batch_size=32, failure_rate=0.9))
+    model = MixtureModel(MixtureRunSettings(**{**TINY, "num_experts": 2}, batch_size=32, failure_rate=0.9))
     (step,) = model.gradients(*batch(32))
     assert (step.experts < 0).float().mean() > 0.5
     assert torch.isfinite(step.loss)
@@ -108,15 +108,15 @@ def test_failures_are_kept_out_of_evaluation_unless_faithful() -> None:
     (x,), (labels,) = batch(200)
     for is_faithful in (False, True):
         rates = (0.0, 0.5)
-        runs = [MixtureSettings(**TINY, failure_rate=rate, is_faithful=is_faithful) for rate in rates]
+        runs = [MixtureRunSettings(**TINY, failure_rate=rate, is_faithful=is_faithful) for rate in rates]
         healthy, faulty = (MixtureModel(settings).evaluate(x, labels) for settings in runs)
         assert (healthy != faulty) == is_faithful
 
 
 def test_a_gradient_that_is_lost_moves_neither_expert_nor_what_came_before() -> None:
-    model = MixtureModel(MixtureSettings(**{**TINY, "num_layers": 1}, backward_failure_rate=0.999))
+    model = MixtureModel(MixtureRunSettings(**{**TINY, "num_layers": 1}, backward_failure_rate=0.999))
     (step,) = model.gradients(*batch())
-    (healthy,) = MixtureModel(MixtureSettings(**{**TINY, "num_layers": 1})).gradients(*batch())
+    (healthy,) = MixtureModel(MixtureRunSettings(**{**TINY, "num_layers": 1})).gradients(*batch())
     assert (step.experts < 0).all()
     torch.testing.assert_close(step.loss, healthy.loss)
     assert step.trunk[0].abs().sum() < healthy.trunk[0].abs().sum()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from shoal.simulate.mixture.model import MixtureModel, RecordedStep
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 from simulate.plain_mixture import TINY
 
 
 def test_a_recorded_step_leaves_what_a_plain_one_does() -> None:
-    settings = MixtureSettings(**TINY)
+    settings = MixtureRunSettings(**TINY)
     plain, recorded = MixtureModel(settings), MixtureModel(settings)
     for model in (plain, recorded):
         model.gathered_rows = 1000

@@ -19,7 +19,7 @@ from recorded import check_recorded, recorded
 from shoal.simulate.contest import course_of, run_workers
 from shoal.simulate.job import Job
 from shoal.simulate.stacked.executor import RULES, run_stacked
-from shoal.simulate.tasks import TASKS, Score, Task
+from shoal.simulate.tasks import TASKS, Score, TrainingTask
 from shoal.simulate.world import Compute, World
 from shoal.strategies import BUILT_IN, canonical
 from shoal.transport import FaultScript, Profile
@@ -103,7 +103,7 @@ class Weights(nn.Module):
         return torch.cat([self.one.flatten(), self.two]) * inputs
 
 
-class Goals(Task):
+class Goals(TrainingTask):
     """Each worker has goals of its own in each step; a model is as good as it is near to those of nobody."""
 
     name = "quadratic"

@@ -59,7 +59,10 @@ def test_whatever_else_stands_for_a_topology():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("rings", r"no topology 'rings'.*\n.*exponential-2, exponential, .*random-matching"),
+        (
+            "rings",
+            r"no topology 'rings'. Did you mean 'ring'\?\n.*exponential-2, exponential, .*random-matching",
+        ),
         ("", "no topology ''"),
         ("full:3", "'full' takes no parameter"),
         ("exponential:x", r"'x' is no base of 'exponential'.*\n.*'exponential:3'"),

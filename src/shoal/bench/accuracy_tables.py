@@ -36,7 +36,7 @@ class AccuracyOutcome:
         self.error: str | None = None
 
     def mean(self, metric: str) -> float:
-        """Over starts."""
+        """Averages a figure over all starts."""
         return statistics.fmean(self.samples[metric])
 
 

@@ -73,7 +73,7 @@ _ENCRYPTED = {"both": (False, True), "no": (False,), "yes": (True,)}
 
 
 class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is measured."""
+    """Says which operations are measured, by whom, and how often."""
 
     workers: tuple[int, ...] = (2, 4)
     sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)

@@ -49,6 +49,9 @@ _DEVIATIONS = 1.96
 
 Device = Annotated[DeviceChoice, flag("Where workers compute; auto: on a GPU, if there is one.")]
 NoCuda = Annotated[bool, flag("The same as --device cpu.")]
+SequenceLength = Annotated[
+    int | None, flag("Tokens of an example, for a model of text.", ge=1, shown="the model's own")
+]
 StrategyOption = Annotated[
     dict[str, str], flag("Of the strategies that have it; may be given often.", metavar="NAME=VALUE")
 ]
@@ -218,11 +221,11 @@ def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = Tru
         raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
     if no_cuda or asked == "cpu":
         return "cpu"
-    has_gpu = machine.default_device() == "cuda"
+    has_gpu = machine.default_device() == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     if asked == "cuda" and is_here and not has_gpu:
         raise UsageError(
             "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA, or the driver tells of no GPU.",
+            cause="torch has no CUDA, the driver tells of no GPU, or CUDA_VISIBLE_DEVICES hides them all.",
             next_step="use --device cpu, or see what `shoal doctor` says.",
         )
     return "cuda" if has_gpu or asked == "cuda" else "cpu"
@@ -266,10 +269,23 @@ def tell_sharing(hosts: HostFlags, num_workers: int) -> None:
         emit(f"{num_workers} workers share {num_here} GPU{'s' * (num_here != 1)}.", sys.stderr)
 
 
-def tell_slow_images(side: int, device: DeviceKind) -> None:
+def tell_inputs(entry: ModelEntry, device: DeviceKind) -> None:
+    """Say what nobody has said of the inputs: that their shape was guessed, or images take a CPU long."""
+    if entry.is_guessed:
+        shape = "×".join(map(str, entry.input_shape)) + " tokens" * (entry.num_tokens is not None)
+        emit(
+            f"{entry.name} is given inputs of {shape}, as guessed from its first layer; its factory can say "
+            "otherwise: return model, {'input_shape': (3, 32, 32)}.",
+            sys.stderr,
+        )
+    if entry.image_side is not None:
+        tell_slow_images(entry.image_side, device, max(_QUICK_SIDE, entry.smallest_side))
+
+
+def tell_slow_images(side: int, device: DeviceKind, quick_side: int = _QUICK_SIDE) -> None:
     """Say that large images take a CPU long: their size is changed by a flag alone."""
-    if device == "cpu" and side > _QUICK_SIDE:
-        emit(f"Images of {side}×{side} take a CPU long; --image-size {_QUICK_SIDE} is quicker.", sys.stderr)
+    if device == "cpu" and side > quick_side:
+        emit(f"Images of {side}×{side} take a CPU long; --image-size {quick_side} is quicker.", sys.stderr)
 
 
 # --- what a worker trains ---
@@ -289,23 +305,23 @@ class Trainee:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, batches: Iterator[Batch], device: torch.device
     ) -> None:
-        from torch import nn
+        from shoal.models import loss_of
 
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self._batches = batches
-        self._loss = nn.CrossEntropyLoss()
+        self._loss_of = loss_of
 
     def step(self) -> None:
-        """One iteration."""
+        """Trains one iteration, from fresh gradients."""
         self.optimizer.zero_grad()
         self.learn()
 
     def learn(self) -> None:
         """Forward, loss, backward and the optimizer's step; gradients are added to what is there."""
         x, y = next(self._batches)
-        self._loss(self.model(x), y).backward()
+        self._loss_of(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
     def synchronize(self) -> None:
@@ -428,9 +444,23 @@ class Spread(msgspec.Struct, frozen=True):
         return f"{self.mean:.1f} +-{self.error:.1f}"
 
 
-def iteration_text(number: int, images_per_s: float) -> str:
+def iteration_text(number: int, speed: float, what: str = "img") -> str:
     """BlueFog's and Horovod's line of one iteration; on a CPU too a worker is a GPU there."""
-    return f"Iter #{number}: {images_per_s:.1f} img/sec per GPU"
+    return f"Iter #{number}: {speed:.1f} {what}/sec per GPU"
+
+
+def tokens_of(config: Mapping[str, Any]) -> int | None:
+    """How many tokens an example of a benchmark has; None where it is none of text."""
+    num_tokens = config.get("sequence_length")
+    return int(num_tokens) if num_tokens else None
+
+
+def inputs_text(config: Mapping[str, Any]) -> str:
+    """What a model is given, as ' of 32×32 images'; empty where that is neither images nor tokens."""
+    side, num_tokens = config.get("image_size"), tokens_of(config)
+    if num_tokens:
+        return f" of {num_tokens} token{'s' * (num_tokens != 1)} a sequence"
+    return f" of {side}×{side} images" if side else ""
 
 
 def workers_text(count: object) -> str:

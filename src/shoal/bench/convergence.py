@@ -42,7 +42,7 @@ from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
 from shoal.report.views import Items, histogram_items, title_line
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 
 ACCURACY, ACCURACY_5, FINAL_LOSS = "val_accuracy", "val_accuracy_last_5", "final_val_loss"
 MEAN_STALENESS, EXPERT_STALENESS, VIRTUAL = "mean_staleness", "mean_expert_staleness", "virtual_s"
@@ -80,7 +80,7 @@ _MIXTURE_ONLY = (
 )
 
 
-class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ConvergenceConfig(MixtureRunSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, and with how many seeds: `seed` and those after it."""
 
     num_seeds: int = NUM_SEEDS
@@ -114,13 +114,13 @@ class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True
         parts += ["faithful"] * self.is_faithful
         return ", ".join(parts)
 
-    def of_seed(self, seed: int) -> MixtureSettings:
+    def of_seed(self, seed: int) -> MixtureRunSettings:
         """The settings of one run."""
-        fields = {name: getattr(self, name) for name in MixtureSettings.__struct_fields__}
-        return MixtureSettings(**{**fields, "seed": seed})
+        fields = {name: getattr(self, name) for name in MixtureRunSettings.__struct_fields__}
+        return MixtureRunSettings(**{**fields, "seed": seed})
 
 
-_USUAL = MixtureSettings()
+_USUAL = MixtureRunSettings()
 
 
 class ConvergenceFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +215,7 @@ def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[st
         "device": device_of(flags.device),
     }
     return ConvergenceConfig(
-        **{**same_fields(flags, MixtureSettings), **resolved},
+        **{**same_fields(flags, MixtureRunSettings), **resolved},
         is_faithful=flags.faithful,
         seed=run.seed,
         num_seeds=flags.seeds or (1 if run.short else NUM_SEEDS),
@@ -336,7 +336,7 @@ def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     from shoal.data import mnist
     from shoal.simulate.mixture.experiment import run_mixture
 
-    settings = msgspec.convert(task["settings"], MixtureSettings)
+    settings = msgspec.convert(task["settings"], MixtureRunSettings)
     began_s = time.perf_counter()
     images_and_labels = (mnist(train=is_training, folder=task["data_dir"]) for is_training in (True, False))
     (train_x, train_y), (test_x, test_y) = images_and_labels
@@ -398,7 +398,7 @@ def ask_device(task: Mapping[str, Any], tell: Tell) -> int:
     return free
 
 
-def num_at_once(settings: MixtureSettings, num_seeds: int) -> int:
+def num_at_once(settings: MixtureRunSettings, num_seeds: int) -> int:
     """Seeds that train side by side: on CPUs as many as cores and memory allow, on a GPU one.
 
     Up to twice as many as cores go at once: three on two cores take turns, and no core waits for the last.
@@ -411,7 +411,7 @@ def num_at_once(settings: MixtureSettings, num_seeds: int) -> int:
     return max(1, min(num_seeds if num_seeds <= 2 * cores else cores, fitting))
 
 
-def memory_text(settings: MixtureSettings, num_seeds: int, available_bytes: int | None) -> str:
+def memory_text(settings: MixtureRunSettings, num_seeds: int, available_bytes: int | None) -> str:
     """What it takes and what there is, in one line."""
     weights, needed = settings.parameter_bytes(), settings.memory_bytes()
     at_once = num_at_once(settings, num_seeds)
@@ -424,7 +424,7 @@ def memory_text(settings: MixtureSettings, num_seeds: int, available_bytes: int 
     return f"{text}; {_size(available_bytes)} are free: {fits}."
 
 
-def check_memory(settings: MixtureSettings, available_bytes: int | None) -> None:
+def check_memory(settings: MixtureRunSettings, available_bytes: int | None) -> None:
     """UsageError where not even one seed fits."""
     if available_bytes is None or settings.fits(available_bytes):
         return

@@ -21,6 +21,7 @@ import msgspec
 from shoal.bench.contenders import (
     Device,
     DeviceKind,
+    SequenceLength,
     Trainee,
     all_options,
     device_of,
@@ -31,8 +32,8 @@ from shoal.bench.contenders import (
     needs_servers,
     new_model,
     num_gpus,
+    tell_inputs,
     tell_sharing,
-    tell_slow_images,
     workers_text,
 )
 from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured, same_fields
@@ -46,10 +47,12 @@ from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import PERCENTILES, percentiles
+from shoal.report.units import digits
 from shoal.report.views import Items
 
 if TYPE_CHECKING:
     from shoal.group.base import Group
+    from shoal.models import ModelEntry
 
 SKEW, ALIKE = "slowest_over_fastest", "like_machine_0"
 METRICS: Metrics = {
@@ -96,7 +99,11 @@ class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         tuple[str, ...] | None,
-        flag("What is trained.", metavar="NAME,...", shown="the document's four on GPUs, resnet18 else"),
+        flag(
+            "What is trained; your own is file.py:factory.",
+            metavar="NAME,...",
+            shown="the document's four on GPUs, resnet18 else",
+        ),
     ] = None
     strategy: Annotated[
         str, flag("In the place of torch's DDP: any of `shoal run --help`.", metavar="NAME")
@@ -110,6 +117,7 @@ class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 32
     image_size: Annotated[int | None, flag("The side of the images.", ge=1, shown="the models' own")] = None
+    sequence_length: SequenceLength = None
     num_warmup: Annotated[int, flag("Iterations before those that count.", ge=0)] = 5
     num_iters: Annotated[int, flag("Measured iterations of each rank.", ge=1)] = 10
     bucket_size: Annotated[int | None, flag("Of gradients, in MB.", ge=1, shown="25")] = None
@@ -140,8 +148,10 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     models: tuple[str, ...] = ("resnet18",)
     batch_size: int = 32
     """Of each worker."""
-    image_size: int = 32
-    """The side of the images."""
+    image_size: int | None = 32
+    """The side of the images; None where no model takes any."""
+    sequence_length: int | None = None
+    """Tokens of an example; None where each model of text has its own."""
     num_warmup: int = 5
     num_iters: int = 10
     bucket_size: int | None = 25
@@ -185,8 +195,6 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
     """Make of the flags, and of the document's defaults on this device, what is measured."""
-    from shoal.models import model_named
-
     device = device_of(flags.device, is_here=not hosts.are_named)
     is_gpu = device == "cuda"
     num_here = num_gpus() if is_gpu else 0
@@ -200,16 +208,17 @@ def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
             next_step=f"take --np {num_here} or fewer, or --distributed-backend gloo.",
         )
     models = flags.model or (DOCUMENT_MODELS if is_gpu else ("resnet18",))
-    image_size = flags.image_size or max(model_named(name).image_side for name in models)
+    entries = entries_of(models, flags)
     if flags.image_size is None:
-        tell_slow_images(image_size, device)
+        for entry in entries:
+            tell_inputs(entry, device)
     strategy = "ddp" if is_ddp(flags.strategy) else flags.strategy
     bucket_size = bucket_size_of(strategy, flags.bucket_size)
     usual: Backend = "shoal"
     if strategy == "ddp":
         usual = "nccl" if is_gpu and not is_shared else "gloo"
     resolved = {
-        "image_size": image_size,
+        "image_size": next((entry.image_side for entry in entries if entry.image_side is not None), None),
         "bucket_size": bucket_size,
         "distributed_backend": flags.distributed_backend or usual,
         "strategy": strategy,
@@ -218,9 +227,38 @@ def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
     }
     return DdpConfig(
         **{**same_fields(flags, DdpConfig), **resolved},
-        models=tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models)),
+        models=tuple(dict.fromkeys(entry.name for entry in entries)),
         options=options_of(strategy, flags.option, bucket_size),
         seed=run.seed,
+    )
+
+
+def entries_of(models: Sequence[str], flags: DdpFlags) -> list[ModelEntry]:
+    """The models as they are measured: all that take images with the same size, by default the largest.
+
+    UsageError for a size of images where no model takes any, and for a length where none reads text.
+    """
+    from shoal.models import model_named
+
+    named = [model_named(name) for name in models]
+    sides = [entry.image_side for entry in named if entry.image_side is not None]
+    if flags.image_size is not None and not sides:
+        named[0].at(flags.image_size)  # says why not
+    if flags.sequence_length is not None and all(entry.num_tokens is None for entry in named):
+        named[0].at(num_tokens=flags.sequence_length)
+    side = flags.image_size or max(sides, default=None)
+    return [entry_of(name, side, flags.sequence_length) for name in models]
+
+
+def entry_of(model: str, image_size: int | None, sequence_length: int | None) -> ModelEntry:
+    """One model with the sizes that are of its kind of inputs."""
+    from shoal.models import model_named
+
+    entry = model_named(model)
+    return entry.at(
+        None if entry.image_side is None else image_size,
+        None if entry.has_fixed_classes else NUM_CLASSES,
+        None if entry.num_tokens is None else sequence_length,
     )
 
 
@@ -353,10 +391,12 @@ class DdpScenario:
 
     def _measure(self, workers: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Measured]:
         config = self._config
+        entry = entry_of(model, config.image_size, config.sequence_length)
+        inputs = {"num_tokens": entry.num_tokens, "image_size": entry.image_side}
         key = {
             "model": model,
             "batch_size": config.batch_size,
-            "image_size": config.image_size,
+            **{name: number for name, number in inputs.items() if number is not None},
             "label": stage.label,
             "num_ranks": stage.num_ranks,
         }
@@ -450,17 +490,16 @@ class DdpWorker:
         import torch
         from torch.optim import SGD
 
-        from shoal.models import model_named
-
         config = self._config
-        entry = model_named(model).at(image_side=config.image_size, num_classes=NUM_CLASSES)
+        entry = entry_of(model, config.image_size, config.sequence_length)
         device = self._place.device(config.device)
         seed = config.seed + self._place.rank
         network = new_model(entry, seed, device)
         # the document's settings, and its labels
         optimizer = SGD(network.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
         x, y = (tensor.to(device) for tensor in entry.random_batch(seed, config.batch_size))
-        return Trainee(network, optimizer, itertools.repeat((x, torch.ones_like(y))), device)
+        labels = torch.ones_like(y).clamp(max=entry.num_classes - 1)
+        return Trainee(network, optimizer, itertools.repeat((x, labels)), device)
 
     def _open_group(self, name: str, num_ranks: int) -> Group:
         config = self._config
@@ -529,6 +568,9 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
             "sec_per_iter": {name: round(value, 6) for name, value in figures.items()},
             "examples_per_s_per_worker": round(batch_size / figures["p50"], 1),
         }
+        if num_tokens := row.key.get("num_tokens"):
+            speed = batch_size * int(num_tokens) / figures["p50"]
+            models[str(row.key["model"])][str(row.key["label"])]["tokens_per_s_per_worker"] = round(speed, 1)
     result: dict[str, Any] = {
         "headline": [_headline(model, stages, report) for model, stages in models.items()],
         "device": report.config.get("device", "cpu"),
@@ -549,6 +591,8 @@ def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
     seconds = last["sec_per_iter"]["p50"]
     workers = workers_text(last["num_ranks"])
     text = f"{model} takes {seconds:.3f} s an iteration on {workers} ({label})"
+    if speed := last.get("tokens_per_s_per_worker"):
+        text += f", {digits(speed * last['num_ranks'])} tokens/s in all"
     if ALONE in stages and label != ALONE:
         share = 100 * stages[ALONE]["sec_per_iter"]["p50"] / seconds
         text += f": each worker at {share:.0f} % of the speed of one without {report.config['strategy']}"
@@ -593,7 +637,11 @@ def header_lines(report: Report) -> Iterator[str]:
     if config["bucket_size"] is not None:
         yield f"* Maximum bucket size: {config['bucket_size']}MB"
     yield f"* Strategy: {config['strategy']}"
-    yield f"* Image size: {config['image_size']}x{config['image_size']}"
+    if config["image_size"] is not None:
+        yield f"* Image size: {config['image_size']}x{config['image_size']}"
+    num_tokens = {int(row.key["num_tokens"]) for row in report.rows if "num_tokens" in row.key}
+    if num_tokens:
+        yield f"* Tokens of an example: {', '.join(map(str, sorted(num_tokens)))}"
     counts = f"{config['num_warmup']} to warm up, {config['num_iters']} measured"
     num_starts = len(report.seeds)
     yield f"* Iterations: {counts}" + (f", in each of {num_starts} starts" if num_starts > 1 else "")
@@ -614,11 +662,14 @@ def header_lines(report: Report) -> Iterator[str]:
 
 def table_lines(rows: list[Row]) -> Iterator[str]:
     """The document's table, of rows of one model; ex/sec is that of one worker."""
-    yield f"{'':22}" + f"{'sec/iter':>14}{'ex/sec':>10}" * len(PERCENTILES)
+    num_tokens = int(rows[0].key.get("num_tokens", 0)) if rows else 0
+    head = "tok/sec" if num_tokens else "ex/sec"
+    yield f"{'':22}" + f"{'sec/iter':>14}{head:>10}" * len(PERCENTILES)
     for row in rows:
+        count = int(row.key["batch_size"]) * (num_tokens or 1)
         line = f"{row.key['num_ranks']:>4} GPUs -- {row.key['label']:>8}:"
         for q, seconds in zip(PERCENTILES, percentiles(row.samples), strict=True):
-            line += f"  p{q:02d}:  {seconds:1.3f}s  {int(int(row.key['batch_size']) / seconds):6d}/s"
+            line += f"  p{q:02d}:  {seconds:1.3f}s  {int(count / seconds):6d}/s"
         yield line
 
 

@@ -8,7 +8,6 @@ changes its speed meets all of them. The processes themselves are `experts_worke
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import selectors
 import statistics
@@ -24,6 +23,7 @@ import msgspec
 from shoal.bench.frame import Measured, RowKey, Tell, row, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
@@ -190,10 +190,9 @@ def preset_named(name: str) -> Preset:
     """UsageError, with the nearest name, where there is no such preset; hyphens are underscores."""
     preset = PRESETS.get(name.replace("-", "_"))
     if preset is None:
-        near = difflib.get_close_matches(name.replace("-", "_"), PRESETS, 1)
         raise UsageError(
-            f"There is no preset '{name}'.",
-            next_step=f"did you mean --preset {near[0]}?" if near else f"give one of {', '.join(PRESETS)}.",
+            f"There is no preset '{name}'.{did_you_mean(name, PRESETS)}",
+            next_step=f"give --preset one of {', '.join(PRESETS)}.",
         )
     return preset
 

@@ -207,7 +207,7 @@ class _Share(msgspec.Struct, frozen=True):
 
     @property
     def peer(self) -> Peer:
-        """The server."""
+        """Returns the server that is asked."""
         return Peer(Address(HOST, self.port))
 
 

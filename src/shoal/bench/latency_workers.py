@@ -534,7 +534,7 @@ class _Device:
             raise
 
     async def work(self) -> None:
-        """Compute whatever comes."""
+        """Compute whatever comes, until it is cancelled."""
         while True:
             jobs, _ = self._queue.take()
             if not jobs:

@@ -46,19 +46,19 @@ class MortalNetwork(SocketNetwork):
                 stream.shutdown(socket.SHUT_RDWR)
 
     async def listen(self, address: Address) -> SocketListener:
-        """As any network's."""
+        """Listens as any network does."""
         self._check_alive()
         return await super().listen(address)
 
     async def connect(self, address: Address) -> socket.socket:
-        """As any network's."""
+        """Connects as any network does."""
         self._check_alive()
         return self._noted(await super().connect(address))
 
     async def adopt(
         self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
     ) -> None:
-        """As any network's."""
+        """Adopts a connection as any network does."""
         self._check_alive()
         self._noted(cast("SocketAccepted", accepted).socket)
         await super().adopt(accepted, protocol, tls=tls)
@@ -66,7 +66,7 @@ class MortalNetwork(SocketNetwork):
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
-        """As any network's."""
+        """Opens datagrams as any network does."""
         self._check_alive()
         carrier = await super().open_datagrams(address, protocol)
         self._carriers.append((carrier, protocol))

@@ -295,7 +295,8 @@ def _mixings(report: Report) -> dict[int, float]:
 def _parameter_bytes(config: ScalingConfig) -> int:
     from shoal.models.registry import model_named
 
-    return 4 * model_named(config.model).at(config.image_size, config.num_classes).num_parameters()
+    entry = model_named(config.model)
+    return 4 * entry.at(config.image_size, config.num_classes, config.sequence_length).num_parameters()
 
 
 # --- how it is shown ---

@@ -352,7 +352,7 @@ class OnHosts:
 
     def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """Run the ranks to their end, and pass on what the first one tells."""
-        from shoal.launch import Listener, launch
+        from shoal.launch import OutputListener, launch
 
         heard = Told(receive)
 
@@ -363,7 +363,7 @@ class OnHosts:
         told = {VARIABLE: msgspec.json.encode(arguments).decode()}
         variables = {**self._settings.variables, **told}
         settings = dataclasses.replace(self._settings, variables=variables)
-        output = Listener(take, lambda text: receive({"progress": text}))
+        output = OutputListener(take, lambda text: receive({"progress": text}))
         outcome = launch(settings, output, self._engine)
         if outcome.exit_code in _INTERRUPTED and outcome.cause is None:
             raise KeyboardInterrupt

@@ -27,6 +27,7 @@ from shoal.bench.contenders import (
     DeviceKind,
     NoCuda,
     Recipe,
+    SequenceLength,
     StrategyOption,
     Trainee,
     all_options,
@@ -36,7 +37,7 @@ from shoal.bench.contenders import (
     needs_servers,
     sends_by_itself,
     shares_of,
-    tell_slow_images,
+    tell_inputs,
     workers_device,
     workers_text,
 )
@@ -58,9 +59,13 @@ EFFICIENCY, FRACTION = "scaling_efficiency", "fraction_of_ceiling"
 PROCESSORS = {"cpu": "cores_per_worker", "cuda": "gpus_per_worker"}
 """What workers of a machine divide among them, by device."""
 MIXING = "mixing"
+AS_TOKENS = {SPEED: "tokens_per_s", WORKER_SPEED: "tokens_per_s_per_worker"}
+"""What the speed of a model of text is called."""
 METRICS: Metrics = {
     SPEED: ("images/s", "higher"),
     WORKER_SPEED: ("images/s", "higher"),
+    AS_TOKENS[SPEED]: ("tokens/s", "higher"),
+    AS_TOKENS[WORKER_SPEED]: ("tokens/s", "higher"),
     EFFICIENCY: ("", "higher"),
     FRACTION: ("", "higher"),
     PROCESSORS["cpu"]: ("", "higher"),
@@ -98,9 +103,14 @@ class ScalingFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     workers_per_machine: Annotated[int | None, flag("Split this machine into several.", ge=1)] = None
     model: Annotated[
-        str | None, flag("What is trained, on synthetic images.", shown="resnet50; resnet18 on a CPU")
+        str | None,
+        flag(
+            "What is trained, on synthetic images or tokens; your own is file.py:factory.",
+            shown="resnet50; resnet18 on a CPU",
+        ),
     ] = None
     image_size: Annotated[int | None, flag("The images' side.", ge=1, shown="the model's own")] = None
+    sequence_length: SequenceLength = None
     num_classes: Annotated[int | None, flag("That the model tells apart.", ge=1, shown="the model's own")] = (
         None
     )
@@ -131,8 +141,10 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What is trained, by whom, and for how long."""
 
     model: str = "resnet50"
-    image_size: int = 224
-    """The side of the square images."""
+    image_size: int | None = 224
+    """The side of the square images; None for other inputs."""
+    sequence_length: int | None = None
+    """Tokens of an example, where the model reads text."""
     num_classes: int = 1000
     batch_sizes: tuple[int, ...] = (32,)
     """Of each worker; one sweep for each."""
@@ -211,13 +223,21 @@ def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> Scal
     device = workers_device(flags.device, hosts, size, no_cuda=flags.no_cuda)
     mates = hosts.workers_per_machine
     has_machines = flags.workers_per_machine is not None or (mates is not None and mates < counts[-1])
-    entry = model_named(flags.model or MODELS[device]).at(flags.image_size, flags.num_classes)
+    entry = model_named(flags.model or MODELS[device]).at(
+        flags.image_size, flags.num_classes, flags.sequence_length
+    )
     if flags.image_size is None:
-        tell_slow_images(entry.image_side, device)
+        tell_inputs(entry, device)
+    if flags.predict and entry.num_tokens is not None:
+        raise UsageError(
+            f"--predict has no cost model of text, which {entry.name} reads.",
+            next_step="leave --predict out, or take a model of images.",
+        )
     usual = 1 if run.short else 10
     return ScalingConfig(
         model=entry.name,
         image_size=entry.image_side,
+        sequence_length=entry.num_tokens,
         num_classes=entry.num_classes,
         batch_sizes=tuple(dict.fromkeys(flags.batch_size)),
         num_workers=counts,
@@ -312,7 +332,7 @@ def _topology(strategy: str, local_sizes: Sequence[int]) -> str:
 
 
 class ScalingPoint(msgspec.Struct, frozen=True):
-    """One measured combination."""
+    """One combination of strategy, batch size and number of workers that is measured."""
 
     strategy: str
     batch_size: int
@@ -320,7 +340,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows."""
+        """Returns the key of its rows in a report."""
         return msgspec.structs.asdict(self)
 
     def under(self, strategy: str) -> ScalingPoint:
@@ -332,7 +352,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
 
 
 Speeds = list[float]
-"""Images a second of each worker, by rank, in one iteration."""
+"""Images, or tokens, a second of each worker, by rank, in one iteration."""
 
 
 class PointSpeeds(msgspec.Struct):
@@ -350,6 +370,7 @@ class ScalingScenario:
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), ScalingConfig), seed=seed)
         self._num_opened = 0
+        self._what = "img" if self._config.sequence_length is None else "tok"
         self.open_workers: OpenWorkers = LocalWorkers
 
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
@@ -375,7 +396,7 @@ class ScalingScenario:
                         }
                     if num_workers == 1:
                         alone += [speeds for kept in by_strategy.values() for speeds in kept.ceilings]
-                    found = list(rows_of(place, by_strategy, alone))
+                    found = list(map(self._in_its_unit, rows_of(place, by_strategy, alone)))
                     yield from found
                     rows += found
             metric = PROCESSORS[config.device]
@@ -386,6 +407,12 @@ class ScalingScenario:
                 rows += found
         if config.should_predict:
             yield from predicted_curves(config, rows, tell)
+
+    def _in_its_unit(self, row: Measured) -> Measured:
+        """The same row, which for a model of text counts tokens a second."""
+        if self._config.sequence_length is None or row.metric not in AS_TOKENS:
+            return row
+        return msgspec.structs.replace(row, metric=AS_TOKENS[row.metric], unit="tokens/s")
 
     def _mixings(self, workers: Workers) -> list[Measured]:
         """How long workers take to add one model to another, all at once."""
@@ -407,7 +434,7 @@ class ScalingScenario:
         speeds = []
         for number in range(self._config.num_iters):
             speeds.append(self._iterate(workers, point))
-            tell(f"{point}: {iteration_text(number, speeds[-1][0])}")
+            tell(f"{point}: {iteration_text(number, speeds[-1][0], self._what)}")
         return speeds
 
     def _measure(self, workers: Workers, point: ScalingPoint, tell: Tell) -> PointSpeeds:
@@ -426,7 +453,7 @@ class ScalingScenario:
                     found = {which: self._iterate(workers, which) for which in order}
                     kept.speeds.append(found[point])
                     kept.ceilings.append(found[beside])
-                    tell(f"{point}: {iteration_text(number, found[point][0])}")
+                    tell(f"{point}: {iteration_text(number, found[point][0], self._what)}")
                 self._trace(workers, point, tell)
                 workers.ask("close", among=point.num_workers, strategy=point.strategy)
         except BenchmarkError as error:
@@ -456,8 +483,9 @@ class ScalingScenario:
 
     def _iterate(self, workers: Workers, point: ScalingPoint) -> Speeds:
         answers = workers.ask("iterate", among=point.num_workers, strategy=point.strategy)
-        num_images = point.batch_size * self._config.num_batches_per_iter
-        return [num_images / seconds for seconds in answers]
+        config = self._config
+        count = point.batch_size * config.num_batches_per_iter * (config.sequence_length or 1)
+        return [count / seconds for seconds in answers]
 
     def _trace(self, workers: Workers, point: ScalingPoint, tell: Tell) -> None:
         if self._config.trace_folder is None:
@@ -562,7 +590,9 @@ class ScalingWorker:
         self._stack = stack
         from shoal.models import model_named
 
-        self._entry = model_named(config.model).at(config.image_size, config.num_classes)
+        self._entry = model_named(config.model).at(
+            config.image_size, config.num_classes, config.sequence_length
+        )
         self._opened: dict[str, OpenedModel] = {}
         self._stacks: dict[str, contextlib.ExitStack] = {}
 
@@ -584,7 +614,7 @@ class ScalingWorker:
         return None
 
     def attach(self, strategy: str) -> None:
-        """Collective."""
+        """Attaches the strategy to the model; all workers call it together."""
         opened = self._opened[strategy]
         assert opened.strategy is not None, "nothing attaches to none"
         attachment = opened.strategy.attach(opened.trainee.model, opened.trainee.optimizer)

@@ -6,8 +6,8 @@ import math
 import statistics
 from typing import Any
 
-from shoal.bench.contenders import NONE, Spread, iteration_text, workers_text
-from shoal.bench.scaling import EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
+from shoal.bench.contenders import NONE, Spread, iteration_text, tokens_of, workers_text
+from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
 from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
@@ -16,6 +16,8 @@ from shoal.report.units import digits
 from shoal.report.views import Items, title_line
 
 _SHORT_S = 0.05
+_METRICS_OF_TOKENS = {text: image for image, text in AS_TOKENS.items()}
+"""Under which metric of images the speeds of a model of text are found here."""
 
 
 class ScalingFigures:
@@ -26,6 +28,9 @@ class ScalingFigures:
         self.errors: dict[tuple[str, int, int], str] = {}
         self.processors: dict[int, tuple[float, str]] = {}
         """How many cores or GPUs a worker has, and which, by the number of workers."""
+        self.num_tokens = tokens_of(report.config)
+        """Of an example; None where speeds are of images."""
+        self.what, self.unit = ("img", "images/s") if self.num_tokens is None else ("tok", "tokens/s")
         for row in report.rows:
             if row.metric in PROCESSORS.values():
                 kind = "core" if row.metric == PROCESSORS["cpu"] else "GPU"
@@ -39,7 +44,7 @@ class ScalingFigures:
             self.errors[key] = row.error
         else:
             rank = int(row.key["rank"]) if "rank" in row.key else None
-            self._rows[(row.metric, *key, rank)] = row
+            self._rows[(_METRICS_OF_TOKENS.get(row.metric, row.metric), *key, rank)] = row
 
     def samples(
         self, metric: str, strategy: str, batch_size: int, num_workers: int, rank: int | None = None
@@ -49,7 +54,7 @@ class ScalingFigures:
         return None if row is None else row.samples
 
     def mean(self, metric: str, strategy: str, batch_size: int, num_workers: int) -> float | None:
-        """Of one figure."""
+        """Averages the samples of one figure; None where it was not measured."""
         samples = self.samples(metric, strategy, batch_size, num_workers)
         return None if samples is None else statistics.fmean(samples)
 
@@ -77,7 +82,8 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
             if mean is not None:
                 by_strategy = found.setdefault(str(batch_size), {})
                 by_strategy.setdefault(strategy, {})[str(num_workers)] = round(mean, places)
-        result[metric] = found
+        is_text = figures.num_tokens is not None
+        result[AS_TOKENS.get(metric, metric) if is_text else metric] = found
     if report.config.get("should_predict"):
         result["forecast"] = predicted_result(report)
     return with_failed(report, result)
@@ -102,7 +108,7 @@ def headline(report: Report) -> list[str]:
         fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
         lines.append(
             f"Fastest with {workers_text(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
-            f"images/s, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
+            f"{figures.unit}, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
         )
     return lines
 
@@ -130,8 +136,12 @@ def scaling_items(report: Report) -> Items:
 
 
 def _what(config: dict[str, Any]) -> str:
-    side = config.get("image_size")
-    parts = [f"{config.get('model')}, images of {side}x{side}, {config.get('num_classes')} classes"]
+    side, num_tokens = config.get("image_size"), tokens_of(config)
+    inputs = f", images of {side}x{side}" if side else ""
+    if num_tokens is not None:
+        inputs = f", sequences of {num_tokens} tokens"
+    kind = "classes" if num_tokens is None else "in the vocabulary"
+    parts = [f"{config.get('model')}{inputs}, {config.get('num_classes')} {kind}"]
     parts.append(f"on {config.get('device')}")
     if config.get("workers_per_machine"):
         parts.append(f"machines of {config['workers_per_machine']}")
@@ -152,7 +162,7 @@ def _document_lines(
         f"Number of GPUs: {num_workers}",
         "Running warmup...",
         "Running benchmark...",
-        *(iteration_text(number, speed) for number, speed in enumerate(speeds)),
+        *(iteration_text(number, speed, figures.what) for number, speed in enumerate(speeds)),
         *_figure_lines(figures, point),
     ]
 
@@ -161,9 +171,12 @@ def _figure_lines(figures: ScalingFigures, point: tuple[str, int, int]) -> list[
     """What the document ends with: each worker's speed, and that of all."""
     num_workers = point[2]
     speeds = [figures.samples(WORKER_SPEED, *point, rank) or [math.nan] for rank in range(num_workers)]
-    lines = [f"[{rank}] Img/sec per GPU: {Spread.of(own)}" for rank, own in enumerate(speeds)]
+    lines = [
+        f"[{rank}] {figures.what.capitalize()}/sec per GPU: {Spread.of(own)}"
+        for rank, own in enumerate(speeds)
+    ]
     totals = Spread.of(figures.samples(SPEED, *point) or [math.nan])
-    return [*lines, f"Total img/sec on {num_workers} GPU(s): {totals}"]
+    return [*lines, f"Total {figures.what}/sec on {num_workers} GPU(s): {totals}"]
 
 
 def _point_text(point: tuple[str, int, int]) -> str:
@@ -173,9 +186,9 @@ def _point_text(point: tuple[str, int, int]) -> str:
 
 def _table(figures: ScalingFigures, batch_size: int) -> Table:
     own_speed = figures.mean(SPEED, NONE, batch_size, 1)
-    heads = ("workers", "images/s", "+-", "per worker", "linear", "of linear", "of ceiling")
+    heads = ("workers", figures.unit, "+-", "per worker", "linear", "of linear", "of ceiling")
     table = Table(
-        f"batch {batch_size} of each worker: images/s, mean +- 1.96 sigma",
+        f"batch {batch_size} of each worker: {figures.unit}, mean +- 1.96 sigma",
         (Column("strategy", "left"), *map(Column, heads)),
     )
     for strategy, batch, num_workers in figures.points:
@@ -207,7 +220,7 @@ def _notes(figures: ScalingFigures, config: dict[str, Any]) -> list[str]:
     num_batches = int(config.get("num_batches_per_iter", 1))
     for batch_size in dict.fromkeys(point[1] for point in figures.points):
         own_speed = figures.mean(SPEED, NONE, batch_size, 1) or math.inf
-        iteration_s = num_batches * batch_size / own_speed
+        iteration_s = num_batches * batch_size * (figures.num_tokens or 1) / own_speed
         if 0 < iteration_s < _SHORT_S:
             notes.append(
                 f"At batch {batch_size} an iteration takes one worker {iteration_s * 1e3:.1f} ms, which is "

@@ -25,6 +25,7 @@ from shoal.bench.contenders import (
     NoCuda,
     NumServers,
     Recipe,
+    SequenceLength,
     StrategyOption,
     Trainee,
     WorkersPerMachine,
@@ -35,7 +36,7 @@ from shoal.bench.contenders import (
     needs_servers,
     options_of,
     servers_of,
-    tell_slow_images,
+    tell_inputs,
     workers_device,
 )
 from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
@@ -51,6 +52,7 @@ from shoal.bench.workers import (
     one_line,
 )
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report.tables import emit
 
@@ -92,9 +94,14 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `shoal bench training`, by our names and by those that KungFu's users type."""
 
     model: Annotated[
-        str, flag("What is trained, on synthetic data: mlp, resnet18, ResNet50, …", metavar="NAME")
+        str,
+        flag(
+            "What is trained, on synthetic data: mlp, ResNet50, gpt-nano, …, or your own as file.py:factory.",
+            metavar="NAME",
+        ),
     ] = "mlp"
     image_size: Annotated[int | None, flag("Side of the images.", ge=1, shown="the model's own")] = None
+    sequence_length: SequenceLength = None
     strategies: Annotated[
         tuple[str, ...] | None,
         flag(
@@ -193,7 +200,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     model: str = "mlp"
     image_size: int | None = None
-    """The side of the images; None is the model's own."""
+    """The side of the images; None is the model's own, or that it takes none."""
+    sequence_length: int | None = None
+    """Tokens of an example, where the model reads text."""
     device: DeviceKind = "cpu"
     batch_size: int = 64
     """Of each worker."""
@@ -265,12 +274,13 @@ def trained_config(
     from shoal.models import model_named
 
     _check_accepted(flags)
-    entry = model_named(flags.model).at(flags.image_size)
+    entry = model_named(flags.model).at(flags.image_size, num_tokens=flags.sequence_length)
     if flags.image_size is None:
-        tell_slow_images(entry.image_side, device)
+        tell_inputs(entry, device)
     return TrainingConfig(
         model=entry.name,
         image_size=entry.image_side,
+        sequence_length=entry.num_tokens,
         device=device,
         batch_size=flags.batch_size or usual_batch_size or entry.batch_size,
         num_warmup=flags.num_warmup or DEFAULT_WARMUP,
@@ -337,7 +347,7 @@ def optimizer_named(name: str) -> str:
     plain = name.strip().lower().replace("_", "-")
     if plain not in OPTIMIZERS:
         raise UsageError(
-            f"KungFu has no optimizer {name!r}.",
+            f"KungFu has no optimizer {name!r}.{did_you_mean(name, OPTIMIZERS)}",
             next_step=f"one of {', '.join(OPTIMIZERS)}; --strategies names all that there are here.",
         )
     return plain
@@ -463,7 +473,7 @@ class Block(msgspec.Struct, frozen=True):
         return sum(self.times_s)
 
     def examples_per_s(self, batch_size: int) -> float:
-        """Of this worker."""
+        """Computes how many examples a second this worker trained."""
         return batch_size * len(self.times_s) / self.seconds
 
 
@@ -542,7 +552,7 @@ def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Train
     from shoal.models import model_named
 
     recipe = Recipe(
-        entry=model_named(config.model).at(config.image_size),
+        entry=model_named(config.model).at(config.image_size, num_tokens=config.sequence_length),
         batch_size=config.batch_size,
         learning_rate=config.learning_rate,
         momentum=config.momentum,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import Spread, Trainee, device_of, options_of
+from shoal.bench.contenders import Spread, Trainee, device_of, options_of, tokens_of
 from shoal.bench.frame import Receive, RowKey, RunFlags, Version
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import (
@@ -48,12 +48,14 @@ STRATEGY = "parameter-server"
 DEFAULT_ITERATIONS, DEFAULT_BATCH_SIZE, DEFAULT_WARMUP = 3000, 64, 10
 BY_HAND = (
     *("model", "image_size", "strategies", "option", "batch_size", "device", "no_cuda", "fuse", "num_warmup"),
-    *("eager", "xla", "optimizer"),
+    *("eager", "xla", "optimizer", "sequence_length"),
     *("pairs", "iterations", "slow_worker", "ps_hosts", "worker_hosts", "job_name", "task_index", "seed"),
     *("network_interface", "report", "json_file"),
 )
 """Flags that mean something to a process that is started by hand."""
 _OF_WORKERS = ("report", "json_file")
+FROM_WORKERS = ""
+"""The model of a server that was told none: it takes that of the workers."""
 
 
 class Role(msgspec.Struct, frozen=True):
@@ -141,6 +143,8 @@ def by_hand_config(
         num_iterations=one_of({"--num-iters": flags.pairs, "--iterations": flags.iterations}),
         num_warmup=flags.num_warmup,
     )
+    if role.is_server and "model" not in typed:
+        config = msgspec.structs.replace(config, model=FROM_WORKERS, image_size=None)
     options = options_of((STRATEGY,), flags.option)
     return msgspec.structs.replace(config, options=options, **slow_worker(flags.slow_worker))
 
@@ -189,7 +193,9 @@ class WorkerByHand:
         try:
             for number, time_s in enumerate(train(self._role, config, self._say)):
                 times_s.append(time_s)
-                self._say(f"Iter #{number}: {config.batch_size / time_s:.1f} img/sec per worker")
+                speed = config.batch_size * (config.sequence_length or 1) / time_s
+                what = "img" if config.sequence_length is None else "tok"
+                self._say(f"Iter #{number}: {speed:.1f} {what}/sec per worker")
         except PeerLost as error:
             raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
         finally:
@@ -210,6 +216,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
     say(f"Device: {config.device}")
     say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
     with _taking(role) as group:
+        _agree_on_model(group, config)
         trainee = trainee_of(config, role.index, _device(config))
         with _strategy(group, config).attach(trainee.model, trainee.optimizer):
             say("Running warmup...")
@@ -230,6 +237,8 @@ def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
+        config = _agree_on_model(group, config)
+        say(f"Model: {config.model}")
         trainee = trainee_of(config, 0, _device(config))
         strategy = _strategy(group, config)
         say(
@@ -249,6 +258,27 @@ def _taking(role: Role) -> Iterator[Group]:
     os.environ.update(role.variables)
     with init(num_servers=role.num_servers) as group:
         yield group
+
+
+def _agree_on_model(group: Group, config: TrainingConfig) -> TrainingConfig:
+    """Tell the servers what the workers train, collectively; a server that was told no model gets theirs.
+
+    UsageError on all where they were told different ones.
+    """
+    from shoal.group import share
+
+    everybody = group.everybody
+    assert everybody is not None, "there are servers"
+    names = ("model", "image_size", "sequence_length")
+    told = share(everybody, {name: getattr(config, name) for name in names})
+    trained = told[group.num_servers]
+    for other in told:
+        if other["model"] not in (FROM_WORKERS, trained["model"]):
+            raise UsageError(
+                f"The first worker trains {trained['model']}, and another process was told {other['model']}.",
+                next_step="give all workers the same --model, and servers the same or none.",
+            )
+    return msgspec.structs.replace(config, **trained) if config.model == FROM_WORKERS else config
 
 
 def _strategy(group: Group, config: TrainingConfig) -> ParameterServer:
@@ -299,5 +329,8 @@ def summarize_worker(report: Report) -> dict[str, Any]:
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    speeds = (f"Img/sec per worker: {Spread.of(speed.samples)}" for speed in rows_of(report, OWN_SPEED))
-    return [*speeds, *((f"failed: {row.error}", "red") for row in report.failed)]
+    num_tokens, items = tokens_of(report.config), []
+    for speed in rows_of(report, OWN_SPEED):
+        speeds = [sample * (num_tokens or 1) for sample in speed.samples]
+        items.append(f"{'Img' if num_tokens is None else 'Tok'}/sec per worker: {Spread.of(speeds)}")
+    return [*items, *((f"failed: {row.error}", "red") for row in report.failed)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.contenders import NONE, Spread, is_free_running, workers_text
+from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of, workers_text
 from shoal.bench.training import (
     FRACTION,
     ITERATION,
@@ -65,6 +65,10 @@ def summarize_training(report: Report) -> dict[str, Any]:
             for name, times in times_s.items()
         },
     }
+    num_tokens = tokens_of(report.config)
+    if num_tokens is not None:
+        result["sequence_length"] = num_tokens
+        result["tokens_per_s"] = {name: round(num_tokens * _median(row), 1) for name, row in speeds.items()}
     if own_fractions:
         result["fraction_by_rank"] = {
             name: [round(_median(rows[rank]), 4) for rank in sorted(rows)]
@@ -80,11 +84,12 @@ def headline(report: Report) -> list[str]:
     """What a person wants to know first: who was fastest, and who keeps its speed beside a slow worker."""
     fractions, speeds = by_strategy(report, FRACTION), by_strategy(report, SPEED)
     sentences = []
+    unit, factor = _rate(report)
     if fractions:
         best = max(fractions, key=lambda name: _median(fractions[name]))
         first = f"Fastest of {len(fractions)}: {best}" if len(fractions) > 1 else best
         sentences.append(
-            f"{first}, {digits(_median(speeds[best]))} examples/s, "
+            f"{first}, {digits(_median(speeds[best]) * factor)} {unit}, "
             f"{_median(fractions[best]):.2f} of what workers reach that share nothing."
         )
     slow = report.config.get("slow_rank")
@@ -159,6 +164,12 @@ def by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
 def pooled(rows: dict[int, Row]) -> list[float]:
     """The samples of all workers."""
     return [sample for row in rows.values() for sample in row.samples]
+
+
+def _rate(report: Report) -> tuple[str, int]:
+    """In what speeds are shown, and how many of it an example is: a model of text counts tokens."""
+    num_tokens = tokens_of(report.config)
+    return ("examples/s", 1) if num_tokens is None else ("tokens/s", num_tokens)
 
 
 def _median(row: Row) -> float:
@@ -241,17 +252,17 @@ def training_items(report: Report) -> Items:
 def title_of(report: Report) -> str:
     """What was trained, by how many, on what."""
     config = report.config
-    side = config.get("image_size")
-    images = f" of {side}×{side} images" if side else ""
     workers = workers_text(config.get("num_workers"))
     where = config.get("device", "cpu")
-    return f"{config.get('model')}{images}, {workers} on {where}, batch {config.get('batch_size')} each"
+    what = f"{config.get('model')}{inputs_text(config)}"
+    return f"{what}, {workers} on {where}, batch {config.get('batch_size')} each"
 
 
 def _strategies(report: Report) -> Table:
     speeds, fractions = by_strategy(report, SPEED), by_strategy(report, FRACTION)
     own, times = by_rank(report, OWN_FRACTION), by_rank(report, ITERATION)
-    heads = ("examples/s", "of ceiling", "95 % interval", "iteration", "p95")
+    unit, factor = _rate(report)
+    heads = (unit, "of ceiling", "95 % interval", "iteration", "p95")
     ranks = _ranks(own)
     columns = (*map(Column, heads), *(Column(f"rank {rank}") for rank in ranks))
     table = Table(title_of(report), (Column("strategy", "left"), *columns))
@@ -264,7 +275,7 @@ def _strategies(report: Report) -> Table:
         if name not in speeds:
             table.rows.append((name, *("-" for _ in columns)))
             continue
-        cells = [digits(statistics.median(speeds[name].samples)), "-", "-"]
+        cells = [digits(factor * statistics.median(speeds[name].samples)), "-", "-"]
         cells += [scale.format(value) for value in quantiles[name]]
         if name in fractions:
             interval = interval_of(fractions[name])
@@ -283,13 +294,14 @@ def _speeds(report: Report) -> Table:
     ranks = _ranks(workers)
     heads = ("in all", *(f"rank {rank}" for rank in ranks)) if ranks else ("in all", "slowest", "fastest")
     columns = (Column("strategy", "left"), *map(Column, heads))
-    table = Table("examples/s, mean ± 1.96 σ over blocks", columns)
+    unit, factor = _rate(report)
+    table = Table(f"{unit}, mean ± 1.96 σ over blocks", columns)
     for name, rows in workers.items():
         shown = [rows[rank] for rank in ranks]
         if not ranks:
             ordered = sorted(rows.values(), key=lambda row: statistics.fmean(row.samples))
             shown = [ordered[0], ordered[-1]]
-        table.rows.append((name, *map(_plus_minus, (totals[name], *shown))))
+        table.rows.append((name, *(_plus_minus(row, factor) for row in (totals[name], *shown))))
     return table
 
 
@@ -338,8 +350,8 @@ def _ranks(by_name: dict[str, dict[int, Row]] | dict[str, dict[int, None]]) -> l
     return ranks if len(ranks) <= MAX_RANKS else []
 
 
-def _plus_minus(row: Row) -> str:
-    speed = Spread.of(row.samples)
+def _plus_minus(row: Row, factor: int) -> str:
+    speed = Spread.of([factor * sample for sample in row.samples])
     return f"{speed.mean:,.1f} ± {speed.error:,.1f}"
 
 
@@ -357,14 +369,14 @@ def becomes_text(name: str) -> str:
 
 
 def figure_lines(report: Report) -> list[str]:
-    """For each strategy one: the first worker's examples/s, the error of 1.96 deviations, and what ran."""
+    """For each strategy one: the first worker's speed, the error of 1.96 deviations, and what ran."""
     lines = []
     for row in report.rows:
         if row.metric != OWN_SPEED or row.key.get("rank") != 0 or not row.starts:
             continue
         strategy = str(row.key["strategy"])
         if strategy != NONE:
-            speed = Spread.of(row.samples)
+            speed = Spread.of([sample * _rate(report)[1] for sample in row.samples])
             facts = msgspec.json.encode(_facts(strategy, report.config)).decode()
             lines.append(f"{_PREFIX} {speed.mean:f} +-{speed.error:f} {facts}")
     return lines
@@ -383,6 +395,7 @@ def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
         "fuse": True,
         "nvlink": None,
         "data": "synthetic",
+        **({} if tokens_of(config) is None else {"unit": "tokens/s"}),
     }
 
 

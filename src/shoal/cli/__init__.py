@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    """The program `shoal`."""
+    """Runs the program `shoal`, and ends the process with its exit code."""
     from shoal.cli.program import main as program
 
     program()

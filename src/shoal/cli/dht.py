@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shoal.dht.node import DHT
 
 
-class Moment(msgspec.Struct, frozen=True):
+class DhtCounters(msgspec.Struct, frozen=True):
     """How a peer is."""
 
     up_s: float
@@ -47,7 +47,7 @@ class Moment(msgspec.Struct, frozen=True):
     num_requests: int
     """Asked and answered."""
 
-    def line(self, before: Moment) -> str:
+    def line(self, before: DhtCounters) -> str:
         """In words; the rate is that since `before`."""
         took_s = self.up_s - before.up_s
         rate = (self.num_requests - before.num_requests) / took_s if took_s > 0 else 0.0
@@ -161,9 +161,9 @@ def _watch(swarm: Swarm, began_s: float) -> None:
             show_line(now.line(before))
 
 
-async def _moment(peer: DHT, began_s: float) -> Moment:
+async def _moment(peer: DHT, began_s: float) -> DhtCounters:
     counts = peer.counts
-    return Moment(
+    return DhtCounters(
         up_s=round(SYSTEM_CLOCK.now_s() - began_s, 3),
         num_peers=len(peer.table),
         num_records=len(peer.storage),

@@ -163,7 +163,7 @@ class _Visible(logging.Formatter):
 
 
 def print_version(is_wanted: bool) -> None:
-    """What `--version` does."""
+    """Prints the version and ends, as `--version` asks."""
     if is_wanted:
         typer.echo(f"shoal {__version__}")
         raise typer.Exit

@@ -8,6 +8,7 @@ wrong usage.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,7 @@ from shoal.core.run_options import (
     SshUser,
     flag,
 )
+from shoal.report.tables import emit
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
 
@@ -335,6 +337,8 @@ def run(
         ),
         env=env,
     )
+    if machines is None and engine != "ray" and num_workers > (num_here := num_cores()):
+        emit(f"shoal run: {num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
     output = Terminal(has_prefix=not no_prefix)
     if engine == "ray":
         from shoal.launch.ray_engine import RaySettings, run_on_ray

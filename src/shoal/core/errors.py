@@ -27,6 +27,9 @@ into these at the seam where they arise.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ShoalError(Exception):
     """The root: `what` happened, its likely `cause`, and the `next_step` to try."""
@@ -124,3 +127,17 @@ class NotComparable(ReportError):
 
 class BenchmarkError(ShoalError):
     """A benchmark could not run at all."""
+
+
+def did_you_mean(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
+    """Ask for the end of a sentence whether one of the nearest known names was meant; empty for none near.
+
+    Capitals, hyphens and underscores make no difference.
+    """
+    by_plain = {_plain(each): each for each in known}
+    near = difflib.get_close_matches(_plain(name)[:64], by_plain, n=n, cutoff=cutoff)
+    return f" Did you mean {' or '.join(repr(by_plain[each]) for each in near)}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")

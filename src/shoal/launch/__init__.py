@@ -4,16 +4,16 @@ from shoal.core.placement import num_cores
 from shoal.launch.arguments import command_of
 from shoal.launch.endings import Death, Outcome
 from shoal.launch.launcher import launch
-from shoal.launch.output import Listener, Output, Terminal, settle_own_streams
+from shoal.launch.output import Output, OutputListener, Terminal, settle_own_streams
 from shoal.launch.settings import Elastic, LaunchSettings
 
 __all__ = [
     "Death",
     "Elastic",
     "LaunchSettings",
-    "Listener",
     "Outcome",
     "Output",
+    "OutputListener",
     "Terminal",
     "command_of",
     "launch",

@@ -50,7 +50,7 @@ class Output:
         """Write some of it; called when the descriptor is ready."""
 
 
-class Listener(Output):
+class OutputListener(Output):
     """Calls a function with each line; what the launcher says goes to `say`, or nowhere."""
 
     def __init__(

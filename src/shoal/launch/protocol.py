@@ -449,6 +449,6 @@ class PipeChannel(MessageStream[Up], AgentChannel):
         self._child.close(_ENDING_S)
 
     def abandon(self) -> None:
-        """Kill the child."""
+        """Kills the child, and closes what leads to it."""
         self._child.kill()
         self.close()

@@ -118,7 +118,7 @@ class Histogram:
 
     @property
     def total(self) -> float:
-        """Of all classes."""
+        """Sums the counts of all classes."""
         return sum(self.counts.values())
 
     def most(self, share: float) -> int:

@@ -328,7 +328,7 @@ def how_it_ran(shown: Sequence[Shown]) -> Section:
 
 
 def environments(shown: Sequence[Shown]) -> Section:
-    """Where everything ran."""
+    """Shows on which machines everything ran."""
     places = [item.report.environment for item in shown]
     content = settings_table("environment", places, shown)
     return Section("Environment", folded("Machine and versions", content) if content else "")

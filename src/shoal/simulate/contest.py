@@ -17,15 +17,15 @@ import torch
 from shoal.core import ShoalError, UsageError
 from shoal.group.conditions import Faulty
 from shoal.simulate.elastic import ElasticWorld
-from shoal.simulate.exact import Trainer, Worker, first_line, load_tensors, run_exact, serve
+from shoal.simulate.exact import SimulatedWorker, Trainer, first_line, load_tensors, run_exact, serve
 from shoal.simulate.job import DIVERGED, CourseRecord, Job, ModelSnapshot, Moment, WorkerLog
 from shoal.simulate.stacked.executor import refuse_unfit, run_stacked
-from shoal.simulate.tasks import Score, Task, make_task
+from shoal.simulate.tasks import Score, TrainingTask, make_task
 from shoal.simulate.world import World
 
 
 def course_of(
-    task: Task, logs: Sequence[WorkerLog], served: Mapping[int, int] | None = None, broken: str = ""
+    task: TrainingTask, logs: Sequence[WorkerLog], served: Mapping[int, int] | None = None, broken: str = ""
 ) -> CourseRecord:
     """How the workers of a job went.
 
@@ -52,7 +52,7 @@ def course_of(
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ContestState:
     """All workers at one time."""
 
     at_s: float
@@ -62,7 +62,7 @@ class State:
     """By rank, of those that have not ended before."""
 
 
-def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[State]:
+def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[ContestState]:
     """Whenever workers have done `eval_every` more steps on average, from the first model to the last."""
     begun = [log for log in logs if log.snapshots]
     first = [log for log in begun if not log.is_joining]
@@ -89,19 +89,19 @@ def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[State]:
             continue
         num_due = math.floor(mean_step / eval_every) + 1
         moved_bytes = sum(each.sent_bytes + each.received_bytes for each in last.values())
-        yield State(at_s, mean_step, moved_bytes, latest)
+        yield ContestState(at_s, mean_step, moved_bytes, latest)
 
 
 class _Examiner:
     """Scores of models; a snapshot that is looked at again is not evaluated again."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self._task = task
         self._probe = task.model()
         self._num_parameters = sum(1 for _ in self._probe.parameters())
         self._values: dict[int, float] = {}
 
-    def judge(self, state: State) -> Moment | None:
+    def judge(self, state: ContestState) -> Moment | None:
         """None where a model is not finite."""
         models = [snapshot.tensors for snapshot in state.latest.values()]
         stacks = [torch.stack(tensors) for tensors in zip(*models, strict=True)]
@@ -218,12 +218,12 @@ class Ran(msgspec.Struct, frozen=True):
     """Why nobody could go on."""
 
 
-def run_workers(task: Task, world: World) -> Ran:
+def run_workers(task: TrainingTask, world: World) -> Ran:
     """A job whose workers have a thread each; one in which all wait for each other is a result too."""
     trainers = {rank: Trainer(task, rank) for rank in range(world.num_workers)}
     start = _Start(world.num_workers)
 
-    def live(worker: Worker) -> dict[int, int]:
+    def live(worker: SimulatedWorker) -> dict[int, int]:
         if worker.group.role == "server":
             return serve(task, worker.group)
         if worker.is_joining:
@@ -256,7 +256,7 @@ class _Start:
         self._num_awaited = num_workers
         self._scripts: list[Faulty | ElasticWorld] = []
 
-    def await_with(self, worker: Worker) -> None:
+    def await_with(self, worker: SimulatedWorker) -> None:
         """One worker gets ready: until all begin nothing happens to it."""
         self._scripts += worker.scripts
         if worker.elastic is not None and worker.elastic not in self._scripts:

@@ -29,7 +29,7 @@ from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.job import ModelSnapshot, WorkerLog
-from shoal.simulate.tasks import Task
+from shoal.simulate.tasks import TrainingTask
 from shoal.simulate.world import StepCosts, World
 from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.parameter_server import ParameterServer
@@ -103,7 +103,7 @@ def _nothing() -> None:
 class Trainer:
     """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, task: TrainingTask, rank: int) -> None:
         self.log = WorkerLog(rank=rank, snapshots=[], waited_s=[], is_joining=rank >= task.job.num_workers)
         self._task = task
 
@@ -173,7 +173,7 @@ def first_line(error: ShoalError) -> str:
     return str(error).splitlines()[0]
 
 
-def serve(task: Task, group: Group) -> dict[int, int]:
+def serve(task: TrainingTask, group: Group) -> dict[int, int]:
     """What a parameter server does until all workers are done with it; how far behind their pushes were."""
     strategy = make_strategy(group, task.job.strategy, **task.job.options)
     assert isinstance(strategy, ParameterServer)
@@ -181,7 +181,7 @@ def serve(task: Task, group: Group) -> dict[int, int]:
     return staleness_of(strategy)
 
 
-def beginner(task: Task) -> tuple[nn.Module, SGD]:
+def beginner(task: TrainingTask) -> tuple[nn.Module, SGD]:
     """A model that has learned nothing, and its optimizer."""
     model = task.model()
     return model, SGD(model.parameters(), lr=task.job.learning_rate, momentum=task.job.momentum)
@@ -208,7 +208,7 @@ class Killed(Ended):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class SimulatedOutcome(Generic[T]):
     """How one worker or server has ended."""
 
     rank: int
@@ -221,7 +221,7 @@ class Outcome(Generic[T]):
     """Whether it was told to leave before its time, as the script or the end of the others' work wanted."""
 
 
-class Worker:
+class SimulatedWorker:
     """One worker, or server, as its program sees it."""
 
     def __init__(self, rank: int, group: Group, turn: Turn, clock: Clock, world: World) -> None:
@@ -267,8 +267,8 @@ class _VirtualSleeper(ClockSleeper):
 
 
 def run_exact(
-    world: World, work: Callable[[Worker], T], serve: Callable[[Worker], T] | None = None
-) -> list[Outcome[T]]:
+    world: World, work: Callable[[SimulatedWorker], T], serve: Callable[[SimulatedWorker], T] | None = None
+) -> list[SimulatedOutcome[T]]:
     """Run `work` in every worker, and `serve` (or `work` too) in every server, to their ends.
 
     Workers first, by rank. A worker that a fault has killed, or that has raised an error of Shoal's, is an
@@ -306,7 +306,7 @@ def run_exact(
                     scripts.append(both)
                 group = WithServers(group, both, world.num_servers)
             stack.enter_context(group)
-            worker = Worker(rank if rank >= 0 else place, group, turn, turns.clock, world)
+            worker = SimulatedWorker(rank if rank >= 0 else place, group, turn, turns.clock, world)
             worker.scripts = scripts
             values[place] = (work if rank >= 0 or serve is None else serve)(worker)
 
@@ -320,11 +320,11 @@ def run_exact(
         is_worker = place >= world.num_servers
         error = _error_of(turns.turns[place])
         rank = place - world.num_servers if is_worker else place
-        outcomes.append(Outcome(rank, "worker" if is_worker else "server", values.get(place), error))
+        outcomes.append(SimulatedOutcome(rank, "worker" if is_worker else "server", values.get(place), error))
     return outcomes
 
 
-def _run_elastic(world: World, work: Callable[[Worker], T]) -> list[Outcome[T]]:
+def _run_elastic(world: World, work: Callable[[SimulatedWorker], T]) -> list[SimulatedOutcome[T]]:
     turns = Turns()
     values: dict[int, T] = {}
     threads: dict[int, Turn] = {}
@@ -337,7 +337,7 @@ def _run_elastic(world: World, work: Callable[[Worker], T]) -> list[Outcome[T]]:
         has_left = False
         try:
             with elastic.open(number) as group:
-                worker = Worker(number, group, turn, turns.clock, world)
+                worker = SimulatedWorker(number, group, turn, turns.clock, world)
                 worker.elastic = elastic
                 if world.faults is not None:
                     faulty = _faulty(world, group, turns, leave=partial(elastic.leave, number))
@@ -364,7 +364,7 @@ def _run_elastic(world: World, work: Callable[[Worker], T]) -> list[Outcome[T]]:
     for number in sorted(threads):
         has_left = _has_left(threads[number].error)
         error = None if has_left else _error_of(threads[number])
-        outcomes.append(Outcome(number, "worker", values.get(number), error, has_left))
+        outcomes.append(SimulatedOutcome(number, "worker", values.get(number), error, has_left))
     return outcomes
 
 

@@ -38,7 +38,7 @@ class Score(msgspec.Struct, frozen=True):
     """Mean, over the examples of the evaluation."""
 
 
-class Task(abc.ABC):
+class TrainingTask(abc.ABC):
     """For one job; what is loaded is shared by all workers of a process."""
 
     name: ClassVar[str]
@@ -112,7 +112,7 @@ _TESTED_OF_TEXT = 8
 _TEXT_WINDOW, _TEXT_FEATURES, _TEXT_HIDDEN = 16, 8, 64
 
 
-class _Classified(Task):
+class _Classified(TrainingTask):
     """Each worker has its part of the examples, by the split of the job."""
 
     def __init__(self, job: Job) -> None:
@@ -250,7 +250,7 @@ class Point(nn.Module):
         return rows @ self.x
 
 
-class Quadratic(Task):
+class Quadratic(TrainingTask):
     """How far workers differ is the split: by chance with 'iid', more the smaller a is in 'dirichlet:a'.
 
     The largest eigenvalue of every worker's Hessian is 1.
@@ -301,9 +301,9 @@ def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-__all__ = ["TASKS", "Batch", "Score", "Task", "make_task"]
+__all__ = ["TASKS", "Batch", "Score", "TrainingTask", "make_task"]
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[TrainingTask]] = {
     "quadratic": Quadratic,
     "digits": Digits,
     "mnist": Mnist,
@@ -311,7 +311,7 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def make_task(job: Job) -> Task:
+def make_task(job: Job) -> TrainingTask:
     """What the job trains; DataError where its data is not there, UsageError for a task that there is not."""
     facts_of(job.task)
     return TASKS[job.task](job)

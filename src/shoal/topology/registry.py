@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import UsageError, did_you_mean
 from shoal.topology import graphs, schedules
 from shoal.topology.graphs import base_graph
 from shoal.topology.plan import Graph, Topology, check_size, from_graph, from_matrices, from_matrix
@@ -109,7 +109,10 @@ def canonical(name: str) -> str:
     known = {_squashed(key): key for key in TOPOLOGIES} | {_squashed(k): v for k, v in ALIASES.items()}
     found = known.get(_squashed(name))
     if found is None:
-        raise UsageError(f"there is no topology '{name}'.", next_step=f"take one of {', '.join(TOPOLOGIES)}.")
+        raise UsageError(
+            f"there is no topology '{name}'.{did_you_mean(name, [*TOPOLOGIES, *ALIASES])}",
+            next_step=f"take one of {', '.join(TOPOLOGIES)}.",
+        )
     return found
 
 

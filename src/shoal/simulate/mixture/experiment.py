@@ -13,7 +13,7 @@ import torch
 from shoal.core import UsageError
 from shoal.data.seeds import mix
 from shoal.simulate.mixture.model import MixtureModel, StepGradients
-from shoal.simulate.mixture.settings import MixtureSettings
+from shoal.simulate.mixture.settings import MixtureRunSettings
 from shoal.transport.network.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081
@@ -29,7 +29,7 @@ _Event = tuple[float, int, int]
 """When, of which trainer, and how far its gradients have come: layers, the last first, then the update."""
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """On all test images."""
 
     num_updates: int
@@ -49,7 +49,7 @@ class TrainLoss(msgspec.Struct, frozen=True, kw_only=True):
 class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
     """All that is told of a run; equal from run to run."""
 
-    evaluations: list[Evaluation]
+    evaluations: list[MixtureEvaluation]
     train_loss: list[TrainLoss]
     staleness: dict[int, int]
     """Updates by how many others were made between their forward and them."""
@@ -72,7 +72,9 @@ class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_mixture(
-    settings: MixtureSettings, data: Data, tell: Callable[[int, int], None] = lambda _done, _total: None
+    settings: MixtureRunSettings,
+    data: Data,
+    tell: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> MixtureResult:
     """Train until `steps` updates were made; `tell` hears how many were, and how many there will be."""
     if len(data[0]) < settings.batch_size:
@@ -84,13 +86,13 @@ def run_mixture(
     train_x, test_x = (_prepared(images).to(device) for images in (data[0], data[2]))
     train_y, test_y = (labels.to(device) for labels in (data[1], data[3]))
     run = _Run(settings, train_x, train_y)
-    evaluations: list[Evaluation] = []
+    evaluations: list[MixtureEvaluation] = []
     told = 0
     for num_updates in run.updates():
         if num_updates % settings.eval_every == 0 or num_updates == settings.steps:
             loss, accuracy = run.model.evaluate(test_x, test_y)
             evaluations.append(
-                Evaluation(num_updates=num_updates, virtual_s=run.now_s, loss=loss, accuracy=accuracy)
+                MixtureEvaluation(num_updates=num_updates, virtual_s=run.now_s, loss=loss, accuracy=accuracy)
             )
         if num_updates >= told + LOSS_WINDOW or num_updates == settings.steps:
             tell(num_updates, settings.steps)
@@ -109,7 +111,7 @@ def run_mixture(
 class _Trainer:
     """One of those that share the model: its own order of the images, its own delays."""
 
-    def __init__(self, settings: MixtureSettings, index: int, num_images: int) -> None:
+    def __init__(self, settings: MixtureRunSettings, index: int, num_images: int) -> None:
         self.index = index
         self.batches = _batches(settings, index, num_images)
         self.gradients: StepGradients | None = None
@@ -124,7 +126,7 @@ class _Trainer:
 class _Run:
     """The trainers' events: each computes, waits for its delay, updates, and computes again."""
 
-    def __init__(self, settings: MixtureSettings, train_x: torch.Tensor, train_y: torch.Tensor) -> None:
+    def __init__(self, settings: MixtureRunSettings, train_x: torch.Tensor, train_y: torch.Tensor) -> None:
         self.model = MixtureModel(settings)
         self.now_s = 0.0
         self.staleness: Counter[int] = Counter()
@@ -246,7 +248,7 @@ def _before(end_s: float, events: list[_Event]) -> list[_Event]:
     return taken
 
 
-def _batches(settings: MixtureSettings, trainer: int, num_images: int) -> Iterator[torch.Tensor]:
+def _batches(settings: MixtureRunSettings, trainer: int, num_images: int) -> Iterator[torch.Tensor]:
     """Each epoch in another order; what is left over at its end is dropped."""
     size, device = settings.batch_size, torch.device(settings.device)
     epoch = 0

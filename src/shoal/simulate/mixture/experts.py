@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.optim.adam import adam
 
-from shoal.simulate.mixture.settings import WIDTH, MixtureSettings
+from shoal.simulate.mixture.settings import WIDTH, MixtureRunSettings
 
 
 class AdamMoments:
@@ -155,7 +155,9 @@ class _Scratch:
 class ExpertBank:
     """Experts numbered through all layers: expert i of layer l is l · experts a layer + i."""
 
-    def __init__(self, settings: MixtureSettings, generator: torch.Generator, *, is_one_by_one: bool) -> None:
+    def __init__(
+        self, settings: MixtureRunSettings, generator: torch.Generator, *, is_one_by_one: bool
+    ) -> None:
         """Experts update one by one, with little memory for gradients, or many with the same kernels."""
         self.layout = Layout(settings.layer_dim)
         count = settings.num_layers * settings.experts_a_layer

@@ -19,7 +19,12 @@ from shoal.simulate.mixture.experts import (
     evaluate_rows,
     through_experts,
 )
-from shoal.simulate.mixture.settings import EVALUATION_ROWS, NUM_CLASSES, NUM_FEATURES, MixtureSettings
+from shoal.simulate.mixture.settings import (
+    EVALUATION_ROWS,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    MixtureRunSettings,
+)
 
 
 class StepGradients(msgspec.Struct, kw_only=True):
@@ -146,7 +151,7 @@ class _Gate(msgspec.Struct):
 class MixtureModel:
     """Its parameters are plain tensors: `trunk`, which an optimizer of its own updates, and `bank`."""
 
-    def __init__(self, settings: MixtureSettings) -> None:
+    def __init__(self, settings: MixtureRunSettings) -> None:
         self.settings = settings
         device = torch.device(settings.device)
         self._generator = torch.Generator(device).manual_seed(settings.seed)

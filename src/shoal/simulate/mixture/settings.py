@@ -37,7 +37,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run with one seed. The defaults are the paper's 64 experts a layer at one second."""
 
     model: Literal["dmoe", "large-ffn"] = "dmoe"

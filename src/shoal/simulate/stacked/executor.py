@@ -27,12 +27,12 @@ from shoal.simulate.stacked.rules import (
     MomentumRule,
     NeighborRule,
     Rule,
+    RuleContext,
     SmaRule,
     StackedSGD,
-    Stage,
     TrackingRule,
 )
-from shoal.simulate.tasks import Task, make_task
+from shoal.simulate.tasks import TrainingTask, make_task
 from shoal.simulate.world import World
 from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.options import read_options
@@ -78,7 +78,7 @@ class _Rehearsal(SoloGroup):
         return Done([tensor] * self.size)
 
 
-def rehearse(task: Task, world: World, tape: Tape) -> Strategy:
+def rehearse(task: TrainingTask, world: World, tape: Tape) -> Strategy:
     """The strategy, detached after its start, which goes on the tape; UsageError where it does not fit."""
     group = _Rehearsal(world)
     strategy = make_strategy(group, task.job.strategy, **task.job.options)
@@ -127,7 +127,7 @@ class StackedRun:
         self._options = strategy.options
         self._optimizer = StackedSGD(job.learning_rate, job.momentum)
         rule = Rule if world.num_workers == 1 else RULES[canonical(job.strategy)]
-        self._rule = rule(Stage(self.model, self._optimizer, strategy, world, self._tape))
+        self._rule = rule(RuleContext(self.model, self._optimizer, strategy, world, self._tape))
         self._batches = [task.batches(rank) for rank in range(world.num_workers)]
 
     def run(self) -> list[WorkerLog]:

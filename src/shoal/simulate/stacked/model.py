@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from shoal.core import UsageError
-from shoal.simulate.tasks import Batch, Task
+from shoal.simulate.tasks import Batch, TrainingTask
 from shoal.tensors import BucketLayout
 from shoal.topology import Topology, Weights
 
@@ -34,7 +34,7 @@ class StackedModel:
 
     values: torch.Tensor
 
-    def __init__(self, task: Task, num_workers: int) -> None:
+    def __init__(self, task: TrainingTask, num_workers: int) -> None:
         self._task = task
         self._module = task.model()
         self.named = dict(self._module.named_parameters())

@@ -41,7 +41,7 @@ class StackedSGD:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RuleContext:
     """What rules work on."""
 
     model: StackedModel
@@ -55,7 +55,7 @@ class Stage:
 class Rule:
     """Workers that share nothing; what others do comes in these places of a step."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         self.rounds = 0
         self.is_round = False
         """Whether the step under way is one in which they share."""
@@ -92,7 +92,7 @@ class Rule:
 class AllReduceRule(Rule):
     """Gradients, bucket after bucket while backward goes on; or parameters after some local steps."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         strategy = stage.strategy
         assert isinstance(strategy, GradientAllReduce)
@@ -131,7 +131,7 @@ class AllReduceRule(Rule):
 class ExchangeRule(Rule):
     """One exchange a round, after the step, or begun after forward and finished before the step."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         self._is_overlapped: bool = getattr(stage.strategy, "is_overlapped", stage.strategy.name == "extra")
         self._under_way: int | None = None
@@ -167,7 +167,7 @@ class ExchangeRule(Rule):
 class SmaRule(ExchangeRule):
     """Some way towards the mean."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         assert isinstance(stage.strategy, SynchronousModelAverage)
         self._toward_mean = Everybody(self._size, stage.strategy.options.alpha)
@@ -179,7 +179,7 @@ class SmaRule(ExchangeRule):
 class LocalSGDRule(ExchangeRule):
     """The mean after some local steps, of momentum too if it is asked for."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         assert isinstance(stage.strategy, LocalSGD)
         self._averages_momentum = stage.strategy.options.average_momentum
@@ -207,7 +207,7 @@ class LocalSGDRule(ExchangeRule):
 class NeighborRule(ExchangeRule):
     """The rounds of a topology, of workers or of machines."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         self._turns = Rounds(_topology(stage))
 
@@ -218,13 +218,13 @@ class NeighborRule(ExchangeRule):
 class HierarchicalRule(NeighborRule):
     """The rounds of a topology of machines."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         machines = [stage.world.machine_of(rank) for rank in range(self._size)]
         self._turns = MachineRounds(_topology(stage), machines)
 
 
-def _topology(stage: Stage) -> Topology:
+def _topology(stage: RuleContext) -> Topology:
     topology: Topology = vars(stage.strategy)["topology"]
     return topology
 
@@ -232,7 +232,7 @@ def _topology(stage: Stage) -> Topology:
 class MomentumRule(NeighborRule):
     """Momentum takes the parameters' ways, with a flag for each parameter."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         self._momentum_bytes = sum(map(flagged_bytes, stage.model.layouts(sys.maxsize)))
 
@@ -258,7 +258,7 @@ class MomentumRule(NeighborRule):
 class TrackingRule(NeighborRule):
     """Gradient tracking: trackers take the gradients' place."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         self._tracker = torch.zeros_like(self._model.values)
         self._last = torch.zeros_like(self._model.values)
@@ -280,7 +280,7 @@ class TrackingRule(NeighborRule):
 class CorrectedRule(NeighborRule):
     """Corrections that sum to zero over the workers; each step gets its share of them."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
         self._correction = torch.zeros_like(self._model.values)
         self._share = 1 / stage.strategy.options.local_steps
