@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from shoal.bench.compare import compared
-from shoal.bench.contenders import is_asynchronous, needs_servers, options_of
+from shoal.bench.contenders import is_free_running, needs_servers, options_of
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
 from shoal.launch.arguments import check_choice
@@ -116,7 +116,7 @@ def test_benchmarks_and_contests_take_it(reef):
     assert not needs_servers(KELP)
     (kelp,) = compared([KELP], {"local_steps": "2"})
     assert (kelp.strategy, kelp.options["local_steps"]) == (KELP, 2)
-    assert not is_asynchronous("shoal_test_atoll.rules:Kelp"), "of a report that comes from elsewhere"
+    assert not is_free_running("shoal_test_atoll.rules:Kelp", {}), "of a report that comes from elsewhere"
 
 
 def test_all_means_installed_ones_too(installed):

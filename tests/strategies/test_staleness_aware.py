@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.bench.contenders import is_asynchronous, needs_servers
+from shoal.bench.contenders import is_free_running, needs_servers
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
 from shoal.simulate.exact import run_exact
@@ -51,7 +51,7 @@ def test_it_is_a_parameter_server_with_two_options_on():
 def test_it_is_known_to_need_servers():
     assert needs_servers("staleness-aware")
     assert needs_servers("dc-asgd")
-    assert is_asynchronous("staleness-aware")
+    assert is_free_running("staleness-aware", {})
     assert not needs_servers("sgp")
 
     def work(group):
