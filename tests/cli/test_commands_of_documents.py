@@ -78,7 +78,9 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     monkeypatch.setattr(machine, "ensure_open_files", lambda *_, **__: None)
     configs = []
-    monkeypatch.setattr(module, "run_and_tell", lambda benchmark, config, *_, **__: configs.append(config))
+    monkeypatch.setattr(
+        module, "run_and_tell", lambda context, benchmark, config, *_, **__: configs.append(config)
+    )
     monkeypatch.setattr(
         module.training_by_hand, "serve_by_hand", lambda role, config, say: configs.append(config) or {}
     )
