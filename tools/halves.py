@@ -1,10 +1,9 @@
-"""Runs the tests as two halves at once, one for each of two cores; what fails is tried once more, alone.
+"""Runs the tests as two halves at once, one for each of two cores.
 
     python tools/halves.py [options of pytest]
 
-Some tests watch the time that things take; beside another half they may fail for want of a processor. Only
-what fails again, by itself, counts. Output comes half by half, the exit code is 0 when all passed and nothing
-is left behind: no process, no temporary file, no shared memory. What is left is named, and removed.
+Output comes half by half, the exit code is 0 when all passed and nothing is left behind: no process, no
+temporary file, no shared memory. What is left is named, and removed.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def halves() -> list[list[str]]:
 
 
 def main(options: list[str]) -> int:
-    """Run both halves, then what failed, then look for what is left; the exit code."""
+    """Run both halves, then look for what is left; the exit code."""
     mark = secrets.token_hex(8)
     shared = shared_memory()
     # a short path: sockets of the tests have names of at most a hundred characters
@@ -69,7 +68,7 @@ def main(options: list[str]) -> int:
 
 
 def _run(folder: Path, mark: str, options: list[str]) -> int:
-    """Run both halves, each with a folder for its temporary files, then what failed; the exit code."""
+    """Run both halves, each with a folder for its temporary files; the exit code."""
     with contextlib.ExitStack() as stack:
         running = []
         for number, places in enumerate(filter(None, halves())):
@@ -82,25 +81,25 @@ def _run(folder: Path, mark: str, options: list[str]) -> int:
                 MARK: f"{os.environ.get(MARK, '')}/{mark}",
                 "TMPDIR": str(temporary),
             }
-            command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}/cache{number}", *options]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-o",
+                f"cache_dir={folder}/cache{number}",
+                *options,
+                *places,
+            ]
             log = folder / f"{number}.log"
             with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*command, *places], stdout=output, stderr=subprocess.STDOUT, env=environment
-                )
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
             stack.callback(process.terminate)  # where this is interrupted; else it has ended
-            running.append((process, command, places, log, environment))
+            running.append((process, log))
         codes = []
-        for process, command, places, log, environment in running:
+        for process, log in running:
             code = process.wait()
             sys.stdout.write(log.read_text(errors="replace"))
             sys.stdout.flush()
-            if code == 1:
-                print("Once more, alone, what failed beside the other half:", flush=True)
-                for other, *_ in running:
-                    other.wait()
-                again = [*command, "--last-failed", *places]
-                code = subprocess.run(again, check=False, env=environment).returncode
             codes.append(0 if code == NO_TESTS else code)
     return max(codes)
 

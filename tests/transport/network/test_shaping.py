@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import statistics
 import time
 
 import pytest
@@ -65,6 +64,17 @@ async def timed(work):
     return time.monotonic() - began_s
 
 
+async def takes(expected_s, make_call, rel=0.1):
+    """No call is quicker than expected, and one of twenty not slower: other programs only ever add time."""
+    taken_s = []
+    while len(taken_s) < 20:
+        taken_s.append(await timed(make_call()))
+        assert taken_s[-1] >= expected_s * (1 - rel)
+        if taken_s[-1] <= expected_s * (1 + rel):
+            return
+    pytest.fail(f"expected {expected_s} s, the quickest of twenty calls took {min(taken_s)} s")
+
+
 # --- streams ---
 
 
@@ -76,9 +86,7 @@ def test_delay(run, is_server_shaped):
         async with pair(profile, is_server_shaped=is_server_shaped) as (_, client, peer):
             first_s = await timed(client.call(peer, "echo", deadline=soon()))
             assert first_s > 0.115  # the dial is a round trip of its own
-            taken_s = [await timed(client.call(peer, "echo", 1, deadline=soon())) for _ in range(7)]
-            assert min(taken_s) >= 0.059
-            assert statistics.median(taken_s) == pytest.approx(0.06, rel=0.1)
+            await takes(0.06, lambda: client.call(peer, "echo", 1, deadline=soon()), rel=0.05)
 
     run(check())
 
@@ -92,11 +100,8 @@ def test_bandwidth(run, profile):
         async with pair(profile) as (_, client, peer):
             await client.call(peer, "echo", deadline=soon())
             payload = bytes(1_500_000)
-            calls = [client.call(peer, "take", None, [payload], deadline=soon()) for _ in range(3)]
-            taken_s = [await timed(call) for call in calls]
-            assert statistics.median(taken_s) == pytest.approx(0.15, rel=0.1)
-            taken_s = await timed(client.call(peer, "echo", None, [payload], deadline=soon()))
-            assert taken_s == pytest.approx(0.3, rel=0.15)
+            await takes(0.15, lambda: client.call(peer, "take", None, [payload], deadline=soon()))
+            await takes(0.3, lambda: client.call(peer, "echo", None, [payload], deadline=soon()))
 
     run(check())
 
@@ -165,8 +170,7 @@ def test_shaping_lies_below_tls(run):
                 server.handle("echo", lambda head, buffers: Reply(head.payload, buffers))
                 peer = Peer(await server.listen(LOOPBACK))
                 await client.call(peer, "echo", deadline=soon())
-                taken_s = [await timed(client.call(peer, "echo", 1, deadline=soon())) for _ in range(5)]
-                assert statistics.median(taken_s) == pytest.approx(0.04, rel=0.15)
+                await takes(0.04, lambda: client.call(peer, "echo", 1, deadline=soon()))
                 clients.conditions.step(1)
                 with pytest.raises(PeerError):  # no damaged byte gets past TLS
                     await client.call(peer, "echo", 2, deadline=soon())
@@ -537,15 +541,16 @@ def test_datagrams_are_delayed(run, delay_ms):
     async def check():
         async with datagram_pair(f"[ways.default]\ndelay_ms = {delay_ms}") as (sender, receiver, where):
             taken_s = []
-            for number in range(11):
+            # the quickest one counts: what the machine gives to others is not the network's fault
+            while len(taken_s) < 11 or (min(taken_s) > delay_ms * 1.1e-3 and len(taken_s) < 100):
                 began_s = time.monotonic()
-                sender.transport.sendto(b"%d" % number, where)
-                await until(lambda number=number: len(receiver.packets) > number)
+                sender.transport.sendto(b"%d" % len(taken_s), where)
+                await until(lambda: len(receiver.packets) > len(taken_s))
                 taken_s.append(receiver.packets[-1][0] - began_s)
-            assert min(taken_s) >= delay_ms * 0.95e-3
-            # the quicker ones: what the machine gives to others is not the network's fault
-            assert statistics.quantiles(taken_s, n=4)[0] == pytest.approx(delay_ms * 1e-3, rel=0.1)
-            assert [data for _, data, _ in receiver.packets] == [b"%d" % number for number in range(11)]
+            assert min(taken_s) == pytest.approx(delay_ms * 1e-3, rel=0.1)
+            assert [data for _, data, _ in receiver.packets] == [
+                b"%d" % number for number in range(len(taken_s))
+            ]
             sent_from = sender.transport.get_extra_info("sockname")
             assert {where for _, _, where in receiver.packets} == {sent_from}
 
@@ -590,11 +595,14 @@ def test_the_line_down_is_the_receivers_own(run):
     async def check():
         profile = "[places.x]\ndown_mbit_s = 8"
         async with datagram_pair(profile, is_receiver_shaped=True) as (sender, receiver, where):
-            began_s = time.monotonic()
-            for _ in range(50):
-                sender.transport.sendto(bytes(1000), where)
-            await until(lambda: len(receiver.packets) == 50)
-            assert receiver.packets[-1][0] - began_s == pytest.approx(0.05, rel=0.2)
+
+            async def send():
+                num_before = len(receiver.packets)
+                for _ in range(50):
+                    sender.transport.sendto(bytes(1000), where)
+                await until(lambda: len(receiver.packets) == num_before + 50)
+
+            await takes(0.05, send, rel=0.2)
 
     run(check())
 
