@@ -41,10 +41,12 @@ def test_nobody_is_named_where_nobody_is_slow():
     assert summarize_training(report(EVEN, slow_rank=1))["slow_worker"] is None
 
 
-def test_the_headline_says_who_was_fastest_and_who_keeps_its_speed():
+def test_the_headline_says_how_fast_they_are_and_who_keeps_its_speed():
     assert headline(report(EVEN)) == ["sma, 910 examples/s, 0.85 of what workers reach that share nothing."]
     other = row("fraction_of_ceiling", "ddp", [0.5])
-    assert headline(report([*EVEN, other]))[0].startswith("Fastest of 2: sma, ")
+    assert headline(report([*EVEN, other]))[0].startswith(
+        "Of the speed of workers that share nothing: sma and ddp are not told apart, "
+    )
     (sentence,) = headline(report(SLOW, slow_rank=1, slow_factor=10.0))
     assert sentence.startswith("While rank 1 is 10 times as slow, ")
     assert sentence.endswith(": 0.95 under pair, 0.20 under all-reduce.")

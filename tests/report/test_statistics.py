@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import UsageError
 from shoal.report import Row, noise_floor, percentile, percentiles, summarize
-from shoal.report.statistics import change_percent, start_medians, t_quantile, t_survival
+from shoal.report.statistics import change_percent, lead_of, start_medians, t_quantile, t_survival
 
 samples = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40)
 
@@ -149,3 +149,35 @@ def test_survival_is_symmetric_and_falls(freedom):
 def test_nonsense_is_refused(call):
     with pytest.raises(UsageError):
         call()
+
+
+# --- who leads ---
+
+
+def test_one_that_is_ahead_by_more_than_its_noise_leads():
+    lead = lead_of({"a": [1.0, 1.1, 1.2], "b": [2.0, 2.1, 2.2]}, "lower", 3)
+    assert (lead.names, lead.behind, lead.is_told_apart) == (("a",), ("b",), True)
+    lead = lead_of({"a": [1.0, 1.1, 1.2], "b": [2.0, 2.1, 2.2]}, "higher", 3)
+    assert lead.names == ("b",)
+
+
+def test_too_few_samples_tell_nobody_apart_however_far_they_are():
+    lead = lead_of({"a": [1.0, 1.0], "b": [100.0, 100.0]}, "higher", 3)
+    assert not lead.is_told_apart
+    assert lead.names == ("b", "a")
+    assert lead.why_not() == "2 runs of each cannot tell, 3 may"
+
+
+def test_samples_that_agree_by_chance_prove_nothing():
+    noisy = {name: [1.0, 2.0, 3.0] for name in "cde"}
+    assert not lead_of({"a": [2.5] * 3, **noisy}, "higher", 3).is_told_apart
+
+
+def test_one_alone_leads_nobody():
+    assert not lead_of({"a": [1.0] * 5}, "higher", 3).is_told_apart
+
+
+def test_equal_contenders_are_told_apart_in_few_of_many_contests():
+    draws = random.Random(1)
+    contests = [{name: [draws.gauss(0, 1) for _ in range(3)] for name in "ab"} for _ in range(1000)]
+    assert sum(lead_of(contest, "higher", 3).is_told_apart for contest in contests) <= 30

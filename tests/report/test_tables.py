@@ -172,7 +172,7 @@ def test_means_have_as_many_digits_as_their_deviation(samples, shown):
 
 def test_a_table_has_rules_units_and_the_best_in_bold():
     columns = [
-        LatexColumn("accuracy", "%", "higher", [[90.0, 92.0], [95.0, 95.0], []]),
+        LatexColumn("accuracy", "%", "higher", [[90.0, 91.0, 92.0], [99.0, 99.0, 99.0], []]),
         LatexColumn("traffic", "B", "lower", [[2e6], [4e6], [3e6]]),
     ]
     table = latex_table(["all-reduce", "local_sgd", "d2"], columns, "100 % of it", "tab:x")
@@ -181,8 +181,8 @@ def test_a_table_has_rules_units_and_the_best_in_bold():
     assert r"\label{tab:x}" in lines
     assert r"\begin{tabular}{lrr}" in lines
     assert r" & accuracy (\%) & traffic (MB) \\" in lines
-    assert r"all-reduce & $91.0 \pm 1.4$ & $\mathbf{2.00}$ \\" in lines
-    assert r"local\_sgd & $\mathbf{95.0 \pm 0.0}$ & $4.00$ \\" in lines
+    assert r"all-reduce & $91.0 \pm 1.0$ & $2.00$ \\" in lines
+    assert r"local\_sgd & $\mathbf{99.0 \pm 0.0}$ & $4.00$ \\" in lines
     assert r"d2 & -- & $3.00$ \\" in lines
     assert [lines.index(rf"\{rule}rule") for rule in ("top", "mid", "bottom")] == sorted(
         lines.index(rf"\{rule}rule") for rule in ("top", "mid", "bottom")

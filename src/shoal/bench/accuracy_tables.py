@@ -19,9 +19,10 @@ from shoal.bench.accuracy import (
 )
 from shoal.report import Report
 from shoal.report.schema import with_failed
+from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, title_line
+from shoal.report.views import Items, contest_line, title_line
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
 """Digits after the point of what the RESULT line has."""
@@ -107,17 +108,13 @@ def headline(report: Report) -> list[str]:
         whole = {name: outcome for name, outcome in named.items() if FINAL in outcome.samples}
         told = _race(whole, report) if whole else []
         if split in changes:
-            points = changes[split]
-            name = max(points, key=lambda name: abs(statistics.fmean(points[name])))
-            told.append(
-                f"of all tricks {name} changed the final accuracy most, by {_change(points[name])} points"
-            )
-        sentences += [f"{split}: {sentence}." for sentence in told]
+            told.append(_largest_change(changes[split]))
+        sentences += [f"{split}: {sentence}" for sentence in told]
     return sentences
 
 
 def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
-    """Who was first at the target, who came furthest, and who sent the least."""
+    """Who was first at the target, came furthest, and sent the least; nobody where starts do not tell."""
     target = _percent(_target(report))
     num_starts = max(len(outcome.samples[FINAL]) for outcome in outcomes.values())
     reached = {
@@ -125,22 +122,35 @@ def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
         for name, outcome in outcomes.items()
         if len(outcome.samples.get(TO_TARGET, ())) == num_starts
     }
-    best = max(outcome.mean(FINAL) for outcome in outcomes.values())
-    leaders = [name for name, outcome in outcomes.items() if outcome.mean(FINAL) == best]
-    furthest = f"{' and '.join(leaders)} came furthest, to {100 * best:.1f} %"
-    if not reached:
-        return [f"nobody reached {target} in every start; {furthest}"]
-    first = min(reached, key=lambda name: reached[name].mean(TO_TARGET))
-    sent = _bytes(reached[first].bytes_to_target)
-    after = f"{digits(reached[first].mean(TO_TARGET))} s" + (f" and {sent} sent" if sent else "")
-    sentences = [f"{first} was the first at {target}, after {after}", furthest]
-    counted = {name: outcome for name, outcome in reached.items() if outcome.bytes_to_target}
-    if len(counted) > 1:
-        least = min(counted, key=lambda name: statistics.fmean(counted[name].bytes_to_target))
+    sentences = []
+    if reached:
+        times = {name: outcome.samples[TO_TARGET] for name, outcome in reached.items()}
         sentences.append(
-            f"{least} sent the least to reach {target}, {_bytes(counted[least].bytes_to_target)}"
+            contest_line(
+                f"seconds to {target}", times, "lower", MIN_TIMED_STARTS, lambda mean: f"{digits(mean)} s"
+            )
+        )
+    else:
+        sentences.append(f"nobody reached {target} in every start.")
+    finals = {name: outcome.samples[FINAL] for name, outcome in outcomes.items()}
+    sentences.append(
+        contest_line("accuracy at the end", finals, "higher", MIN_SEEDS, lambda mean: f"{100 * mean:.1f} %")
+    )
+    sent = {name: outcome.bytes_to_target for name, outcome in reached.items() if outcome.bytes_to_target}
+    if len(sent) > 1:
+        sentences.append(
+            contest_line(f"bytes sent to {target}", sent, "lower", MIN_SEEDS, lambda mean: _bytes([mean]))
         )
     return sentences
+
+
+def _largest_change(points: Mapping[str, list[float]]) -> str:
+    """Which trick changed the final accuracy most; none where its own seeds do not agree on the sign."""
+    name = max(points, key=lambda name: abs(statistics.fmean(points[name])))
+    lead = lead_of({name: points[name], "": [0.0] * len(points[name])}, "higher", MIN_SEEDS)
+    if len(lead.names) > 1:
+        return f"no trick is seen to change the final accuracy ({lead.why_not()})."
+    return f"of all tricks {name} changed the final accuracy most, by {_change(points[name])} points."
 
 
 def accuracy_items(report: Report) -> Items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,9 +29,10 @@ from shoal.bench.compare import (
 )
 from shoal.report import Report
 from shoal.report.schema import label_of, with_failed
+from shoal.report.statistics import MIN_SEEDS
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, title_line
+from shoal.report.views import Items, contest_line, title_line
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
 from shoal.transport import Profile
@@ -133,42 +135,29 @@ def headline(report: Report) -> list[str]:
 
 
 def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> list[str]:
-    """Who was first by each measure, and who came furthest, in sentences."""
+    """Who was first by each measure, and who came furthest, in sentences; nobody where seeds do not tell."""
     facts = facts_of(config.task)
     target = shown_target(facts, config.target)
     sentences = [
-        f"By {name} to {target}: {_leaders(outcomes, metric, unit)}."
+        contest_line(
+            f"By {name} to {target}",
+            {name: outcomes[name].samples[metric] for name in ranking(outcomes, metric)},
+            "lower",
+            MIN_SEEDS,
+            partial(amount, unit=unit),
+        )
         for metric, (name, unit) in RANKED.items()
         if ranking(outcomes, metric)
     ]
     if not sentences:
         sentences.append(f"Nobody reached {target} with every seed.")
     final = final_of(facts)
-    whole = {name: outcome.mean(final) for name, outcome in outcomes.items() if outcome.is_whole(final)}
+    whole = {name: outcome.samples[final] for name, outcome in outcomes.items() if outcome.is_whole(final)}
     if whole:
-        best = facts.best(list(whole.values()))
-        leaders = [name for name, value in whole.items() if value == best]
-        of = f", the mean of {len(config.seeds)} seeds as all of these" if len(config.seeds) > 1 else ""
-        sentences.append(f"Furthest at the end: {_named(leaders)}, {shown_score(facts, best)}{of}.")
+        sentences.append(
+            contest_line("At the end", whole, facts.direction, MIN_SEEDS, partial(shown_score, facts))
+        )
     return sentences
-
-
-def _leaders(outcomes: Mapping[str, ContestOutcome], metric: str, unit: str) -> str:
-    """The first, all of them where several are, and else the second too."""
-    order = ranking(outcomes, metric)
-    amounts = {name: amount(outcomes[name].mean(metric), unit) for name in order}
-    first = [name for name in order if amounts[name] == amounts[order[0]]]
-    text = f"{_named(first)}, {amounts[order[0]]}{' each' if len(first) > 1 else ''}"
-    if len(first) == 1 and len(order) > 1:
-        text += f"; then {order[1]}, {amounts[order[1]]}"
-    return text
-
-
-def _named(names: list[str]) -> str:
-    """With 'and', and no more than a few of them."""
-    if len(names) > _SAID_EACH:
-        names = [*names[: _SAID_EACH - 1], f"{len(names) - _SAID_EACH + 1} others"]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _missing(outcomes: Mapping[str, ContestOutcome], target: str) -> list[str]:
@@ -271,7 +260,8 @@ def _ranking_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
     columns: list[Column] = [Column("")]
     for name, _ in RANKED.values():
         columns += [Column(f"by {name}", "left", wraps=True), Column("")]
-    table = Table(f"Who reached {target} with every seed, and what it took", tuple(columns))
+    few = f" ({seeds_of(config)}: others may change the order)" if len(config.seeds) < MIN_SEEDS else ""
+    table = Table(f"Who reached {target} with every seed, and what it took on average{few}", tuple(columns))
     for place in range(max(map(len, orders.values()))):
         cells = [str(place + 1)]
         for metric, (_, unit) in RANKED.items():

@@ -11,9 +11,10 @@ from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPE
 from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
+from shoal.report.statistics import MIN_TIMED_STARTS, start_medians
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
-from shoal.report.views import Items, title_line
+from shoal.report.views import Items, contest_line, title_line
 
 _SHORT_S = 0.05
 _METRICS_OF_TOKENS = {text: image for image, text in AS_TOKENS.items()}
@@ -58,6 +59,10 @@ class ScalingFigures:
         samples = self.samples(metric, strategy, batch_size, num_workers)
         return None if samples is None else statistics.fmean(samples)
 
+    def start_medians(self, strategy: str, batch_size: int, num_workers: int) -> list[float]:
+        """The speeds of all workers together, one for each start; of a point that was measured."""
+        return start_medians(self._rows[SPEED, strategy, batch_size, num_workers, None])
+
     @property
     def points(self) -> list[tuple[str, int, int]]:
         """Strategy, batch size and number of workers, as measured or failed; by number within a strategy."""
@@ -90,7 +95,7 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
 
 
 def headline(report: Report) -> list[str]:
-    """For each batch size, who was the fastest among the most workers."""
+    """For each batch size, how fast the most workers are, and under which strategy where starts tell."""
     figures = ScalingFigures(report)
     lines = []
     for batch_size in dict.fromkeys(point[1] for point in figures.points):
@@ -104,10 +109,23 @@ def headline(report: Report) -> list[str]:
         if not measured:
             continue
         num_workers, speed, strategy = max(measured)
+        rivals = {
+            name: figures.start_medians(name, batch_size, most)
+            for most, _, name in measured
+            if most == num_workers
+        }
+        if len(rivals) > 1:
+            what = f"With {workers_text(num_workers)} at batch {batch_size}"
+            lines.append(
+                contest_line(
+                    what, rivals, "higher", MIN_TIMED_STARTS, lambda mean: f"{digits(mean)} {figures.unit}"
+                )
+            )
+            continue
         efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
         fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
         lines.append(
-            f"Fastest with {workers_text(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
+            f"With {workers_text(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
             f"{figures.unit}, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
         )
     return lines

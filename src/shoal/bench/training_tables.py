@@ -24,10 +24,10 @@ from shoal.bench.training import (
 )
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.statistics import PERCENTILES, percentiles
+from shoal.report.statistics import MIN_TIMED_STARTS, PERCENTILES, percentiles, start_medians
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits, scale_for
-from shoal.report.views import Items, title_line
+from shoal.report.views import Items, contest_line, title_line
 from shoal.strategies.registry import canonical
 
 Waits = dict[int, dict[int, float]]
@@ -81,17 +81,23 @@ def summarize_training(report: Report) -> dict[str, Any]:
 
 
 def headline(report: Report) -> list[str]:
-    """What a person wants to know first: who was fastest, and who keeps its speed beside a slow worker."""
+    """What a person wants to know first: who is fast, and who keeps its speed beside a slow worker."""
     fractions, speeds = by_strategy(report, FRACTION), by_strategy(report, SPEED)
     sentences = []
     unit, factor = _rate(report)
     if fractions:
-        best = max(fractions, key=lambda name: _median(fractions[name]))
-        first = f"Fastest of {len(fractions)}: {best}" if len(fractions) > 1 else best
-        sentences.append(
-            f"{first}, {digits(_median(speeds[best]) * factor)} {unit}, "
-            f"{_median(fractions[best]):.2f} of what workers reach that share nothing."
-        )
+        if len(fractions) > 1:
+            medians = {name: start_medians(row) for name, row in fractions.items()}
+            what = "Of the speed of workers that share nothing"
+            sentences.append(
+                contest_line(what, medians, "higher", MIN_TIMED_STARTS, lambda mean: f"{mean:.2f}")
+            )
+        else:
+            (name,) = fractions
+            sentences.append(
+                f"{name}, {digits(_median(speeds[name]) * factor)} {unit}, "
+                f"{_median(fractions[name]):.2f} of what workers reach that share nothing."
+            )
     slow = report.config.get("slow_rank")
     kept = {
         name: statistics.median(_median(row) for rank, row in rows.items() if rank != slow)

@@ -49,7 +49,15 @@ from shoal.report.plots import (
     wait_plots,
 )
 from shoal.report.schema import Identity, Report, Row, Scalar, flatten, label_of, text
-from shoal.report.statistics import PERCENTILES, noise_floor, percentile, summarize
+from shoal.report.statistics import (
+    MIN_SEEDS,
+    MIN_TIMED_STARTS,
+    PERCENTILES,
+    lead_of,
+    percentile,
+    start_medians,
+    summarize,
+)
 from shoal.report.storage import write_atomically
 from shoal.report.units import Scale, percent, scale_for
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
@@ -572,8 +580,8 @@ CEILING = "none"
 
 Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
 """The number of the report, and the key."""
-Best = dict[tuple[int, Identity], str]
-"""By the number of the report and the figure's identity: 'best', or 'near' where noise may have decided."""
+_VIRTUAL = ("compare", "convergence")
+"""Benchmarks whose seconds are computed: a busy machine does not change them."""
 
 
 def glance_tables(shown: Sequence[Shown]) -> str:
@@ -597,7 +605,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
         return ""
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
-    best = best_cells(rows)
+    best = best_cells(rows, [item.report.benchmark for item in shown])
     scales = {metric: _scale(metric, [row for _, row in rows]) for metric in metrics}
     heads = [
         *key_heads(firsts, names),
@@ -609,15 +617,17 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
         first = next(iter(cells.values()))
         item = shown[index]
         report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
-        figures = "".join(_cell(cells.get(metric), scales[metric], index, best) for metric in metrics)
+        figures = "".join(
+            _cell(cell, scales[metric], cell is not None and (index, cell.identity) in best)
+            for metric, cell in ((metric, cells.get(metric)) for metric in metrics)
+        )
         body.append(f'<tr class="first">{key_cells(first, names)}{report}{figures}</tr>')
-    note = (
-        '<p class="how">Medians. <b class=best>Best</b> among those that differ in nothing else; '
-        "<b class=near>not told apart</b>: nearer to it than their noise floor.</p>"
+    told = (
+        "<b class=best>Best</b>: ahead of all that differ in nothing else by more than chance."
         if best
-        else ""
+        else "Nothing is marked as best: these starts do not tell one from the others."
     )
-    return html_table(heads, body, "glance") + note
+    return html_table(heads, body, "glance") + f'<p class="how">Medians. {told}</p>'
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
@@ -626,28 +636,30 @@ def _differing(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
 
 
-def best_cells(rows: Sequence[tuple[int, Row]]) -> Best:
-    """Those that win their contest, each against those that differ in the contender alone."""
-    contests: dict[object, list[tuple[int, Row]]] = {}
+def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> set[tuple[int, Identity]]:
+    """Those that win their contest by more than chance, against those that differ in the contender alone.
+
+    `benchmarks` has the kind of each report. Timings need more starts than what a seed decides.
+    """
+    contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
         contender = _contender(row, rows)
-        if contender is not None and row.starts:
+        if contender is not None and row.starts and not _is_ceiling(row):
             setting = tuple(entry for entry in row.identity[1] if entry[0] not in contender)
-            contests.setdefault((index, row.metric, setting), []).append((index, row))
-    best: Best = {}
-    for found in contests.values():
-        rivals = [entry for entry in found if not _is_ceiling(entry[1])]
-        if len(rivals) < 2:
-            continue
-        medians = [percentile(row.samples, 50) for _, row in rivals]
-        winner = max(medians) if rivals[0][1].direction == "higher" else min(medians)
-        if min(medians) == max(medians):
-            continue
-        for (index, row), median in zip(rivals, medians, strict=True):
-            if median == winner:
-                best[index, row.identity] = "best"
-            elif abs(median - winner) <= abs(winner) * (noise_floor(row) or 0.0) / 100:
-                best[index, row.identity] = "near"
+            rivals = contests.setdefault((index, row.metric, setting), {})
+            rivals[str(len(rivals))] = (index, row)
+    best = set()
+    for rivals in contests.values():
+        index, row = rivals["0"]
+        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and benchmarks[index] not in _VIRTUAL
+        lead = lead_of(
+            {name: start_medians(rival) for name, (_, rival) in rivals.items()},
+            row.direction,
+            MIN_TIMED_STARTS if is_timed else MIN_SEEDS,
+        )
+        if lead.is_told_apart:
+            index, row = rivals[lead.names[0]]
+            best.add((index, row.identity))
     return best
 
 
@@ -683,14 +695,13 @@ def _head(metric: tuple[str, str, str], scale: Scale) -> str:
     return f'<th class="number">{escape(name)}<br><small>{escape(unit)}{arrow}</small></th>'
 
 
-def _cell(row: Row | None, scale: Scale, index: int, best: Best) -> str:
+def _cell(row: Row | None, scale: Scale, is_best: bool) -> str:
     if row is None:
         return '<td class="number quiet-text">–</td>'
     if not row.starts:
         return f'<td class="number error" title="{escape(row.error or "", quote=True)}">failed</td>'
-    place = best.get((index, row.identity))
     shown = escape(scale.number(percentile(row.samples, 50)))
-    return f'<td class="number">{f"<b class={place}>{shown}</b>" if place else shown}</td>'
+    return f'<td class="number">{f"<b class=best>{shown}</b>" if is_best else shown}</td>'
 
 
 # --- what is said around the figures ---

@@ -6,7 +6,7 @@ Whether two rows differ is for `diff` to say; Student's t distribution, which it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -159,6 +159,67 @@ def variance_of(values: Sequence[float]) -> float:
         return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
     except OverflowError:
         return math.inf
+
+
+# --- who leads, and whether that is more than chance ---
+
+MIN_SEEDS = 3
+"""With fewer repetitions of a training nobody leads: one seed's order is another seed's disorder."""
+MIN_TIMED_STARTS = 5
+"""The same for timings, whose starts differ by more than their samples show."""
+_TAIL = 0.025  # on either side of an interval of 95 %
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Who is ahead by one figure: a single name where the evidence tells it apart from all others."""
+
+    names: tuple[str, ...]
+    """The one with the best mean first, then all whose intervals overlap with its own."""
+    behind: tuple[str, ...]
+    """Those that are worse by more than chance, the best first."""
+    num_samples: int
+    """The fewest that a contender has."""
+    num_needed: int
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether one of several contenders is ahead of all others by more than chance."""
+        return len(self.names) == 1 and bool(self.behind)
+
+    def why_not(self) -> str:
+        """Says why nobody is named: too few runs, or intervals that overlap."""
+        if self.num_samples >= self.num_needed:
+            return "their 95 % intervals overlap"
+        runs = "one run" if self.num_samples == 1 else f"{self.num_samples} runs"
+        return f"{runs} of each cannot tell, {self.num_needed} may"
+
+
+def lead_of(samples: Mapping[str, Sequence[float]], direction: str, num_needed: int) -> Lead:
+    """Tells who leads by one figure, of which each contender has independent samples, one or more.
+
+    The interval of a mean is Student's at 95 %. Its deviation is at least the median of all contenders'
+    deviations: a few samples that agree by chance prove nothing.
+    """
+    sign = -1 if direction == "higher" else 1
+    means = {name: mean_of(found) for name, found in samples.items()}
+    order = sorted(means, key=lambda name: sign * means[name])
+    num_samples = min(len(found) for found in samples.values())
+    if num_samples < max(2, num_needed):
+        return Lead(tuple(order), (), num_samples, num_needed)
+    deviations = {name: math.sqrt(variance_of(found)) for name, found in samples.items()}
+    least = percentile(list(deviations.values()), 50)
+    half = {
+        name: t_quantile(_TAIL, len(found) - 1) * max(deviations[name], least) / math.sqrt(len(found))
+        for name, found in samples.items()
+    }
+    first = order[0]
+    near = [
+        name
+        for name in order
+        if name == first or sign * (means[name] - means[first]) <= half[name] + half[first]
+    ]
+    return Lead(tuple(near), tuple(name for name in order if name not in near), num_samples, num_needed)
 
 
 # --- Student's t ---

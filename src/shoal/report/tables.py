@@ -17,7 +17,7 @@ import msgspec
 
 from shoal.core.untrusted import visible
 from shoal.report.schema import Direction
-from shoal.report.statistics import mean_of, percentile, variance_of
+from shoal.report.statistics import MIN_SEEDS, lead_of, mean_of, percentile, variance_of
 from shoal.report.units import scale_for
 
 WIDTH = 80
@@ -255,12 +255,14 @@ def _column(column: LatexColumn) -> tuple[str, list[str]]:
     head = latex_escape(column.name + (f" ({scale.unit})" if scale.unit else ""))
     winner = None
     if column.direction is not None and len(means) > 1:
-        winner = max(means) if column.direction == "higher" else min(means)
+        rivals = {str(place): samples for place, samples in enumerate(column.samples) if samples}
+        lead = lead_of(rivals, column.direction, MIN_SEEDS)
+        winner = lead.names[0] if lead.is_told_apart else None
     cells = []
-    for samples in column.samples:
+    for place, samples in enumerate(column.samples):
         if not samples:
             cells.append(NOTHING)
             continue
         shown = plus_minus([sample / scale.factor for sample in samples])
-        cells.append(rf"$\mathbf{{{shown}}}$" if mean_of(samples) == winner else f"${shown}$")
+        cells.append(rf"$\mathbf{{{shown}}}$" if str(place) == winner else f"${shown}$")
     return head, cells

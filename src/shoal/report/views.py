@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
 from shoal.report.diff import LABELS, Diff, RowDiff, Verdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
-from shoal.report.statistics import PERCENTILES, summarize
+from shoal.report.statistics import PERCENTILES, lead_of, mean_of, summarize
 from shoal.report.tables import Column, Line, Table
 from shoal.report.units import digits, percent, scale_for
 
@@ -17,6 +17,8 @@ Group = tuple[str, str, str]
 Items = list[Table | Line | str]
 Figure = TypeVar("Figure", Row, Curve)
 
+_MAX_NAMED = 4
+"""More names share a word."""
 STYLES = {
     Verdict.BETTER: "green",
     Verdict.WORSE: "red",
@@ -67,6 +69,35 @@ def headline(report: Report) -> list[str]:
     """What the benchmark found, in its own short sentences; empty where it wrote none."""
     found = report.result.get("headline", [])
     return [text(sentence) for sentence in (found if isinstance(found, list | tuple) else [found])]
+
+
+def contest_line(
+    what: str,
+    samples: Mapping[str, Sequence[float]],
+    direction: str,
+    num_needed: int,
+    shown: Callable[[float], str],
+) -> str:
+    """Who is ahead by one figure, in words; nobody is named first where the samples do not tell.
+
+    `samples` has independent repetitions of each contender, one or more; `shown` writes a mean.
+    """
+    lead = lead_of(samples, direction, num_needed)
+    means = {name: shown(mean_of(samples[name])) for name in (*lead.names, *lead.behind)}
+    first, last = lead.names[0], lead.names[-1]
+    if len(lead.names) == 1:
+        then = f"; then {lead.behind[0]}, {means[lead.behind[0]]}" if lead.behind else ""
+        return f"{what}: {first}, {means[first]}{then}."
+    between = means[first] if means[first] == means[last] else f"{means[first]} to {means[last]}"
+    behind = f"; behind them {named(lead.behind)}" if lead.behind else ""
+    return f"{what}: {named(lead.names)} are not told apart, {between} ({lead.why_not()}){behind}."
+
+
+def named(names: Sequence[str]) -> str:
+    """The names with 'and', and no more than a few of them."""
+    if len(names) > _MAX_NAMED:
+        names = [*names[: _MAX_NAMED - 1], f"{len(names) - _MAX_NAMED + 1} others"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def report_items(report: Report) -> Items:
