@@ -74,18 +74,19 @@ def samples_of(told, metric):
 
 
 def test_each_tries_every_rate_once_and_competes_with_its_best(run):
-    config = config_of("all-reduce", "pair", learning_rates=(0.1, 0.2))
+    config = config_of("all-reduce", "pair", learning_rates=(0.05, 0.1, 0.2, 0.4))
 
     def answer(errand):
-        is_better = (errand.job.learning_rate == 0.2) == (errand.job.strategy == "pair")
+        is_better = errand.job.learning_rate == (0.2 if errand.job.strategy == "pair" else 0.1)
         return record_of(0.1, 0.9, 0.9) if is_better else record_of(0.1, 0.2, 0.9)
 
     told, errands = run(config, answer)
     assert [(errand.job.strategy, errand.job.learning_rate, errand.job.seed) for errand in errands] == [
-        ("all-reduce", 0.1, config.tuning_seed),
-        ("all-reduce", 0.2, config.tuning_seed),
-        ("pair", 0.1, config.tuning_seed),
-        ("pair", 0.2, config.tuning_seed),
+        *(
+            (name, rate, config.tuning_seed)
+            for name in ("all-reduce", "pair")
+            for rate in config.learning_rates
+        ),
         ("all-reduce", 0.1, 5),
         ("all-reduce", 0.1, 6),
         ("pair", 0.2, 5),
@@ -97,7 +98,40 @@ def test_each_tries_every_rate_once_and_competes_with_its_best(run):
         "pair": 0.2,
     }
     assert samples_of(told, "steps_to_target") == {"all-reduce": [10.0, 10.0], "pair": [10.0, 10.0]}
-    assert [row.key["learning_rate"] for row in rows_of(told, "tuning_accuracy")["pair"]] == [0.1, 0.2]
+    tried = [row.key["learning_rate"] for row in rows_of(told, "tuning_accuracy")["pair"]]
+    assert tried == [0.05, 0.1, 0.2, 0.4]
+
+
+def test_the_grid_grows_for_all_until_the_best_of_each_is_inside(run):
+    config = config_of("all-reduce", "pair", learning_rates=(0.1, 0.2))
+
+    def answer(errand):
+        best = 0.8 if errand.job.strategy == "pair" else 0.05
+        is_better = errand.job.learning_rate == best
+        return (
+            record_of(0.1, 0.9, 0.9)
+            if is_better
+            else record_of(0.1, 0.2, 0.3 / abs(errand.job.learning_rate - best))
+        )
+
+    told, errands = run(config, answer)
+    tried = {errand.job.strategy: [] for errand in errands}
+    for errand in errands[: -2 * len(config.seeds)]:
+        tried[errand.job.strategy].append(errand.job.learning_rate)
+    assert sorted(tried["pair"]) == sorted(tried["all-reduce"])  # the same budget
+    assert {0.025, 1.6} <= {*tried["pair"]}
+    assert {name: row.key["learning_rate"] for name, (row,) in rows_of(told, "chosen").items()} == {
+        "all-reduce": 0.05,
+        "pair": 0.8,
+    }
+
+
+def test_the_grid_does_not_grow_for_ever(run):
+    _, errands = run(
+        config_of("pair", learning_rates=(0.1, 0.2)),
+        lambda errand: record_of(0.1, errand.job.learning_rate / 100),
+    )
+    assert max(errand.job.learning_rate for errand in errands) == 1.6
 
 
 def test_all_have_the_same_world_and_job_but_for_what_is_theirs(run):
@@ -164,7 +198,10 @@ def test_who_does_not_reach_the_target_says_why(run):
             return record_of(0.1, 0.85)
         return record_of(0.1, 0.5, error="it diverged: after 10 steps.")
 
-    told, _ = run(config_of("pair", learning_rates=(0.1, 0.2)), answer=lambda e: record_of(0.1, 0.5, 0.6))
+    told, _ = run(
+        config_of("pair", learning_rates=(0.1, 0.2)),
+        answer=lambda errand: record_of(0.1, 0.5, 0.6 - errand.job.learning_rate),
+    )
     (_, last) = rows_of(told, "not_reached")["pair"]
     assert last.key["why"].startswith("still improving at the end, at the smallest rate of the grid")
     told, _ = run(config_of("pair"), answer)
@@ -202,7 +239,7 @@ def test_who_diverges_at_every_rate_does_not_compete(run):
         return record_of(0.1, error="it diverged." if is_wild else "")
 
     told, errands = run(config_of(learning_rates=(0.1, 0.2)), answer)
-    assert len(errands) == 4 + 2
+    assert len([errand for errand in errands if errand.job.seed in (5, 6)]) == 2
     assert [row.key["why"] for row in rows_of(told, "not_reached")["pair"]] == [
         "diverged at every rate of the grid"
     ] * 2
@@ -220,7 +257,7 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(run):
 
 
 def test_the_best_rate_is_first_at_the_target_then_best_at_the_end():
-    late, early = record_of(0.1, 0.2, 0.9, 0.95), record_of(0.1, 0.8, 0.7, 0.85)
+    late, early = record_of(0.1, 0.2, 0.8, 0.95), record_of(0.1, 0.8, 0.7, 0.85)
     better = record_of(0.1, 0.8, 0.9, 0.9)
     failed = record_of(0.1, 0.9, 0.9, error="it diverged.")
     assert best_rate({1.0: late, 2.0: early, 3.0: failed}, 0.8) == 2.0
@@ -229,6 +266,11 @@ def test_the_best_rate_is_first_at_the_target_then_best_at_the_end():
     assert best_rate({1.0: failed, 2.0: BenchmarkError("no")}, 0.8) is None
     near, far = record_of(9.0, 1.0, task="quadratic"), record_of(9.0, 3.0, task="quadratic")
     assert best_rate({1.0: near, 2.0: far}, 0.1) == 1.0
+
+
+def test_a_rate_that_ends_lower_by_more_than_noise_is_not_taken_though_it_was_first():
+    quick, sound = record_of(0.1, 0.85, 0.8, 0.8, 0.8), record_of(0.1, 0.5, 0.94, 0.95, 0.951)
+    assert best_rate({1.0: quick, 2.0: sound}, 0.8) == 2.0
 
 
 def test_who_could_not_start_says_why_instead_of_a_rate():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -72,7 +72,9 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     batch_size: int
     momentum: float = 0.9
     learning_rates: tuple[float, ...]
-    """Each contender tries each of them, and competes with its best; a single one is not tuned."""
+    """Each contender tries each of them, and competes with its best; a single one is not tuned.
+
+    Where the best of anyone is at an end, all try further ones."""
     target: float
     """What seconds, bytes and steps are counted to; in terms of the task's score."""
     executor: Literal["auto", "exact", "stacked"] = "auto"
@@ -546,6 +548,7 @@ class CompareScenario:
         tried = self._tuned(tell) if config.is_tuned else {}
         tuned_s = time.perf_counter()
         rates = self._rates(tried)
+        config = with_rates(config, dict.fromkeys(rate for by_rate in tried.values() for rate in by_rate))
         for contender, found in self._contest(rates, tell):
             key = {"strategy": contender.name}
             failures = [each for each in found if isinstance(each, BenchmarkError)]
@@ -578,16 +581,19 @@ class CompareScenario:
         return rates
 
     def _tuned(self, tell: Tell) -> dict[str, dict[float, Ran]]:
-        """By contender and rate."""
+        """By contender and rate; the grid is wider afterwards where the best of anyone was at its end."""
         config = self._config
-        tries = [
-            Try(contender, rate, config.tuning_seed)
-            for contender in config.contenders
-            for rate in config.learning_rates
-        ]
         found: dict[str, dict[float, Ran]] = {contender.name: {} for contender in config.contenders}
-        for each, ran in zip(tries, self._run(tries, "tuning", tell), strict=True):
-            found[each.contender.name][each.rate] = ran
+        rates = config.learning_rates
+        for num_widened in range(MAX_WIDENINGS + 1):
+            tries = [
+                Try(contender, rate, config.tuning_seed) for contender in config.contenders for rate in rates
+            ]
+            phase = "tuning" if num_widened == 0 else f"tuning with rates {', '.join(map(str, rates))} too"
+            for each, ran in zip(tries, self._run(tries, phase, tell), strict=True):
+                found[each.contender.name][each.rate] = ran
+            if not (rates := further_rates(list(found.values()), config.target)):
+                break
         return found
 
     def _tuning_rows(
@@ -650,23 +656,54 @@ def suited(job: Job, world: World) -> Executor:
     return "stacked"
 
 
+MAX_WIDENINGS = 3
+"""How often the grid of rates is made wider at each end at most."""
+
+
+def with_rates(config: CompareConfig, tried: Iterable[float]) -> CompareConfig:
+    """The config with all rates that were tried, where any were."""
+    return msgspec.structs.replace(config, learning_rates=tuple(sorted(tried)) or config.learning_rates)
+
+
+def further_rates(tried: Sequence[Mapping[float, Ran]], target: float) -> tuple[float, ...]:
+    """Rates beyond the ends of the grid at which the best of anyone is; the same for all contenders."""
+    grid = sorted(tried[0])
+    bests = []
+    for by_rate in tried:
+        best = best_rate(by_rate, target)
+        has_diverged = any(isinstance(ran, CourseRecord) and ran.has_diverged for ran in by_rate.values())
+        bests.append(grid[0] if best is None and has_diverged else best)
+    further = []
+    if grid[0] in bests:
+        further.append(grid[0] * grid[0] / grid[1])
+    if grid[-1] in bests:
+        further.append(grid[-1] * grid[-1] / grid[-2])
+    return tuple(float(f"{rate:.2g}") for rate in further)
+
+
 def best_rate(tried: Mapping[float, Ran], target: float) -> float | None:
     """That which reached the target first, the better at the end of equals; where none did, the best one.
 
+    None that ends worse than another by more than noise, which is two deviations of the other's last quarter.
     A run that broke off is worse than any; None where all have.
     """
     records = {rate: ran for rate, ran in tried.items() if isinstance(ran, CourseRecord) and not ran.error}
     if not records:
         return None
+    is_higher_better = facts_of(next(iter(records.values())).job.task).direction == "higher"
+    losses = {
+        rate: [-moment.value if is_higher_better else moment.value for moment in record.moments]
+        for rate, record in records.items()
+    }
+    best = min(losses.values(), key=lambda course: course[-1])
+    tail = best[-max(2, len(best) // 4) :]
+    worst = best[-1] + (2 * statistics.stdev(tail) if len(tail) > 1 else 0.0)
 
     def order(rate: float) -> tuple[bool, float, float]:
-        record = records[rate]
-        facts = facts_of(record.job.task)
-        reached, final = record.reached(target), record.moments[-1].value
-        loss = -final if facts.direction == "higher" else final
-        return reached is None, 0.0 if reached is None else reached.at_s, loss
+        reached = records[rate].reached(target)
+        return reached is None, 0.0 if reached is None else reached.at_s, losses[rate][-1]
 
-    return min(records, key=order)
+    return min((rate for rate in records if losses[rate][-1] <= worst), key=order)
 
 
 def why_no_rate(tried: Mapping[float, Ran]) -> str:

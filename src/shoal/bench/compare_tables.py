@@ -25,6 +25,7 @@ from shoal.bench.compare import (
     read_config,
     shown_score,
     shown_target,
+    with_rates,
     worst_of,
 )
 from shoal.report import Report
@@ -98,6 +99,13 @@ def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
         elif row.key.keys() == {"strategy"}:
             outcome.samples[row.metric] = row.samples
     return outcomes
+
+
+def _config_of(report: Report) -> CompareConfig:
+    """The contest as it was run: with the rates that were tried beyond those that were asked for."""
+    tried = {float(row.key["learning_rate"]): True for row in report.rows if "learning_rate" in row.key}
+    config = read_config(report.config)
+    return with_rates(config, tried) if config.is_tuned else config
 
 
 def ranking(outcomes: Mapping[str, ContestOutcome], metric: str) -> list[str]:
@@ -180,7 +188,7 @@ def amount(value: float, unit: str) -> str:
 
 def compare_items(report: Report) -> Items:
     """What was equal for all, the figures of each contender, the rankings, and the headline."""
-    config, outcomes = read_config(report.config), outcomes_of(report)
+    config, outcomes = _config_of(report), outcomes_of(report)
     items: Items = [title_line(report), ""]
     items += [*conditions(config), ""]
     items += [_figures_table(config, outcomes), *_troubles(outcomes)]
@@ -210,7 +218,8 @@ def conditions(config: CompareConfig) -> list[str]:
     if config.is_tuned:
         lines += [
             f"Learning rate: each tried {rates} once, with a seed that is none of the contest's, and took",
-            "that which was first at the target, else the best at the end; ≤ and ≥: at an end of the grid.",
+            "that which was first at the target of those that end best. The grid was made wider for all",
+            "while the best of one was at its end; ≤ and ≥: it still is.",
         ]
     else:
         lines.append(f"Learning rate: {rates} for all, not tuned.")
