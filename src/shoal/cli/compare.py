@@ -159,7 +159,7 @@ def compare(context: typer.Context, flags: CompareFlags, run: CompareRunFlags) -
         links = "as any others" if flags.between == "workers" else "for nothing"
         notes.append(f"{workers_per_machine} workers make a machine; they reach each other {links}.")
     if run.short:
-        notes.append("This was a short look: few steps, rates and seeds. Leave --short out for figures to keep.")
+        notes.append("A short look: few steps, rates and seeds. Leave --short out for figures to keep.")
     script = None if flags.faults is None else FaultScript.load(flags.faults)
     if flags.elastic or (script is not None and script.changes_workers):
         contenders, left_out = without_servers(contenders, named)

@@ -61,15 +61,17 @@ from shoal.report.statistics import (
 from shoal.report.storage import write_atomically
 from shoal.report.units import Scale, percent, scale_for
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
+from shoal.report.words import BenchmarkWords, benchmark_words, metric_words, sentence_case
 
 # --- the page ---
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SCRIPTS = ("drawing.js", "rows.js", "lines.js", "page.js")
 HOW_TO_READ = (
-    "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Spread is the standard "
-    "deviation of all samples. The noise floor is how far equal measurements lie apart: nine of ten pairs of "
-    "process starts have medians nearer to each other than that (with one start, two halves of its samples)."
+    "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Those that a row has "
+    "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. The "
+    "noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have medians "
+    "nearer to each other than that (with one start, two halves of its samples)."
 )
 HOW_TO_JUDGE = (
     "Negative is worse. A row is judged on the medians of its process starts: Welch's test on their "
@@ -96,19 +98,23 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
     figures = PageFigures()
     parts = [
         PagePart(
-            name if len(chapters) > 1 else "", [*chapter(_named(items), figures), how_it_ran(_named(items))]
+            benchmark_words(name) if len(chapters) > 1 else None,
+            [*chapter(_named(items), figures), how_it_ran(_named(items))],
         )
         for name, items in chapters.items()
     ]
     if len(parts) > 1:
-        parts.append(PagePart("", [environments(shown)]))
+        parts.append(PagePart(None, [environments(shown)]))
     else:
         parts[0].sections.append(environments(shown))
     about = facts(shown[0])
     if len(shown) > 1:
         about = folded("Reports on this page", reports_table(shown), is_open=len(chapters) == 1)
-    head = [headlines(shown), about, contents(parts), notices(shown)]
-    return _write(path, ", ".join(chapters), head, [body(parts), _how(HOW_TO_READ)], figures)
+    words = [benchmark_words(name) for name in chapters]
+    title = words[0].title if len(words) == 1 else f"{len(words)} measurements: {', '.join(chapters)}"
+    explained = f'<p class="about">{escape(words[0].about)}</p>' if len(words) == 1 and words[0].about else ""
+    head = [explained, headlines(shown), about, contents(parts), notices(shown)]
+    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
 def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
@@ -121,7 +127,7 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
     forest = figures.place("forest", rows=forest_data(diff))
     changes = Section("Change of the median", forest + verdicts_table(diff) + _how(HOW_TO_JUDGE))
     sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
-    parts = [PagePart("", sections)]
+    parts = [PagePart(None, sections)]
     head = [
         f'<p class="counts">{verdict_counts(diff)}</p>',
         reports_table(shown),
@@ -158,9 +164,9 @@ def _how(words: str, content: str = "") -> str:
 
 @dataclass(frozen=True)
 class PagePart:
-    """Sections, under the name of their benchmark where a page has several."""
+    """Sections, under what their benchmark measures where a page has several."""
 
-    name: str
+    words: BenchmarkWords | None
     sections: list[Section]
 
 
@@ -178,8 +184,8 @@ def contents(parts: Sequence[PagePart]) -> str:
     for number, part, found in _filled(parts):
         links = [f'<a href="#{place}">{escape(section.name)}</a>' for place, section in found]
         count += len(links)
-        if part.name:
-            links.insert(0, f'<a href="#p{number}"><b>{escape(part.name)}</b></a>')
+        if part.words:
+            links.insert(0, f'<a href="#p{number}"><b>{escape(part.words.title)}</b></a>')
         if links:
             lines.append(f"<li>{' '.join(links)}</li>")
     return f'<nav aria-label="Contents"><ul>{"".join(lines)}</ul></nav>' if count > 3 else ""
@@ -189,13 +195,15 @@ def body(parts: Sequence[PagePart]) -> str:
     """All sections, in order."""
     written = []
     for number, part, found in _filled(parts):
-        level = 3 if part.name else 2
-        if part.name:
-            written.append(f'<h2 class="chapter" id="p{number}">{escape(part.name)}</h2>')
+        level = 3 if part.words else 2
+        if part.words:
+            written.append(f'<h2 class="chapter" id="p{number}">{escape(part.words.title)}</h2>')
+            written.append(f'<p class="about">{escape(part.words.about)}</p>' if part.words.about else "")
         for place, section in found:
             about = f" <small>{escape(section.about)}</small>" if section.about else ""
+            key = f' title="{escape(section.key, quote=True)}"' if section.key else ""
             written.append(
-                f'<section id="{place}"><h{level}>{escape(section.name)}{about}</h{level}>'
+                f'<section id="{place}"><h{level}{key}>{escape(section.name)}{about}</h{level}>'
                 f"{section.content}</section>"
             )
     return "\n".join(written)
@@ -275,11 +283,12 @@ WAITS_HOW = "A row of the map waited for a column, on average over the samples; 
 
 @dataclass(frozen=True)
 class Section:
-    """A named part of a page; `about` stands beside the name."""
+    """A named part of a page; `about` stands beside the name, `key` is what the report calls it."""
 
     name: str
     content: str
     about: str = ""
+    key: str = ""
 
 
 def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
@@ -348,7 +357,7 @@ def folded(name: str, content: str, *, is_open: bool = False) -> str:
 
 
 def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> Section:
-    name = "Figures" if group.is_mixed else group.metric
+    name = "Single figures" if group.is_mixed else sentence_case(metric_words(group.metric))
     table = statistics_table(group, shown)
     content = table + _distribution(group, shown, figures) + _closer(group, shown, figures)
     about = [
@@ -356,7 +365,8 @@ def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
         f"{group.direction} is better" if group.direction else "",
         label_of(shared_key(group.present)),
     ]
-    return Section(name, content, " · ".join(part for part in about if part))
+    key = "" if group.is_mixed else group.metric
+    return Section(name, content, " · ".join(part for part in about if part), key)
 
 
 def _distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
@@ -487,18 +497,29 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         *(f'<th class="number">{name}</th>' for name in figures),
     ]
     body = []
+    zeros = [line for line in group.rows if has_metrics and _is_zero(line)]
     for line in group.rows:
+        if line in zeros:
+            continue
         present = [(number, row) for number, row in enumerate(line) if row is not None]
         for position, (number, row) in enumerate(present):
             key = key_cells(row, names, len(present)) if position == 0 else ""
             if has_metrics and position == 0:
                 arrow = "↑" if row.direction == "higher" else "↓"
-                key += f'<td rowspan="{len(present)}">{escape(row.metric)} {arrow}</td>'
+                key += f'<td rowspan="{len(present)}">{_metric_name(row.metric)} {arrow}</td>'
             item = shown[number]
             report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
             kind = ' class="first"' if position == 0 else ""
             body.append(f"<tr{kind}>{key}{report}{_figure_cells(row, len(figures))}</tr>")
-    return html_table(head, body, "statistics")
+    told = ", ".join(
+        dict.fromkeys(_metric_name(row.metric) for line in zeros for row in line if row is not None)
+    )
+    return html_table(head, body, "statistics") + (f'<p class="how">Zero: {told}.</p>' if told else "")
+
+
+def _is_zero(line: Sequence[Row | None]) -> bool:
+    """Whether nothing happened: a count or a sum of zero in all reports."""
+    return all(row is None or (row.starts and not any(row.samples)) for row in line)
 
 
 def _figure_cells(row: Row, count: int) -> str:
@@ -506,10 +527,22 @@ def _figure_cells(row: Row, count: int) -> str:
     if summary is None:
         return f'<td colspan="{count}" class="error">{pill("failed", "bad")} {escape(row.error or "")}</td>'
     scale = scale_for(row.unit, summary.p50)
-    values = (summary.p50, summary.p75, summary.p90, summary.p95, summary.mean, summary.spread)
     noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
-    cells = [f"{summary.num_starts:,}", f"{summary.num_samples:,}", *map(scale.format, values), noise]
+    spread = scale.format(summary.spread) if summary.num_samples > 1 else "–"
+    cells = [
+        f"{summary.num_starts:,}",
+        f"{summary.num_samples:,}",
+        *("–" if value is None else scale.format(value) for value in summary.known_percentiles),
+        scale.format(summary.mean),
+        spread,
+        noise,
+    ]
     return "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+
+
+def _metric_name(key: str) -> str:
+    """What a figure is called, with its key in the tooltip."""
+    return f'<span title="{escape(key, quote=True)}">{escape(metric_words(key))}</span>'
 
 
 def verdicts_table(diff: Diff) -> str:
@@ -527,7 +560,7 @@ def verdicts_table(diff: Diff) -> str:
     ]
     body = []
     for row in diff.rows:
-        metric = f"<td>{escape(row.baseline.metric)}</td>" if has_metrics else ""
+        metric = f"<td>{_metric_name(row.baseline.metric)}</td>" if has_metrics else ""
         body.append(f'<tr class="first">{key_cells(row.baseline, names)}{metric}{_verdict_cells(row)}</tr>')
     for side, only in (("baseline", diff.only_baseline), ("test", diff.only_test)):
         for lone in only:
@@ -596,7 +629,11 @@ def glance_tables(shown: Sequence[Shown]) -> str:
 
 
 def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
-    metrics = {(row.metric, row.unit, row.direction): True for _, row in rows}
+    metrics = {
+        (row.metric, row.unit, row.direction): True
+        for _, row in rows
+        if row.error is not None or any(row.samples)
+    }
     lines: dict[Line, dict[tuple[str, str, str], Row]] = {}
     for index, row in rows:
         cells = lines.setdefault((index, row.identity[1]), {})
@@ -692,7 +729,7 @@ def _head(metric: tuple[str, str, str], scale: Scale) -> str:
     name, _, direction = metric
     arrow = "↑" if direction == "higher" else "↓"
     unit = f"{scale.unit} " if scale.unit else ""
-    return f'<th class="number">{escape(name)}<br><small>{escape(unit)}{arrow}</small></th>'
+    return f'<th class="number">{_metric_name(name)}<br><small>{escape(unit)}{arrow}</small></th>'
 
 
 def _cell(row: Row | None, scale: Scale, is_best: bool) -> str:
@@ -734,7 +771,14 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
         items += [f"{prefix}{row.label} {row.metric} failed: {row.error}" for row in item.report.failed]
     if not items:
         return ""
-    return '<ul class="notices">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+    if len(items) == 1:
+        return f'<p class="notices">{escape(items[0])}</p>'
+    rest = "".join(f"<li>{escape(item)}</li>" for item in items)
+    num_failed = sum(len(item.report.failed) for item in shown)
+    failed = f", {num_failed} of them of figures that failed" if num_failed else ""
+    return (
+        f'<details class="notices"><summary>{len(items)} warnings{failed}</summary><ul>{rest}</ul></details>'
+    )
 
 
 def reports_table(shown: Sequence[Shown]) -> str:

@@ -26,6 +26,7 @@ from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, mean_of, percentile, percentiles, start_medians
 from shoal.report.units import Scale, scale_for
 from shoal.report.views import Group, shared_key, short_label, verdict_text
+from shoal.report.words import metric_words
 
 # --- places and sets ---
 
@@ -351,7 +352,7 @@ class Chart:
         scale = scale_for(self.unit, percentile([abs(value) for value in values], 50) if values else 1.0)
         is_log, has_zeros = _wants_log(values)
         is_share = self.unit in {"", "1", "%"} and bool(values) and min(values) >= 0 and not is_log
-        title = " · ".join(part for part in (self.metric, scale.unit) if part)
+        title = " · ".join(part for part in (metric_words(self.metric), scale.unit) if part)
         if is_log:
             title += " (log, without zeros)" if has_zeros else " (logarithmic)"
         views = [self._view(axis, lines, scale) for axis, lines in zip(self.axes, self.lines, strict=True)]
@@ -567,7 +568,7 @@ def _grid(charts: dict[tuple[Group, str], Chart], figures: PageFigures, number: 
     ordered = sorted(charts.items(), key=lambda item: groups.index(item[0][0]))
     parts = []
     for ((metric, _, direction), setting), chart in ordered:
-        title = f"{metric}, {direction} is better{f' · {setting}' if setting else ''}"
+        title = f"{metric_words(metric)}, {direction} is better{f' · {setting}' if setting else ''}"
         parts.append(titled(title, figures.place("lines", **chart.data(number))))
     return beside_one_another(*parts)
 

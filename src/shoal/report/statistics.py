@@ -64,6 +64,15 @@ class Summary:
     noise_percent: float | None
     """See `noise_floor`."""
 
+    @property
+    def known_percentiles(self) -> tuple[float | None, ...]:
+        """p50 to p95, None for one beyond which not even one of these samples would lie."""
+        values = (self.p50, self.p75, self.p90, self.p95)
+        return tuple(
+            value if q == 50 or self.num_samples * (100 - q) >= 100 else None
+            for q, value in zip(PERCENTILES, values, strict=True)
+        )
+
 
 def summarize(row: Row) -> Summary | None:
     """All figures of a row, or None for one that failed."""

@@ -119,9 +119,8 @@ def report_items(report: Report) -> Items:
                 table.notes[len(table.rows)] = (f"failed: {row.error}", "red")
             else:
                 scale = scale_for(row.unit, summary.p50)
-                values = (summary.p50, summary.p75, summary.p90, summary.p95)
-                noise = percent(summary.noise_percent, signed=False)
-                cells = [str(summary.num_starts), *map(scale.format, values), noise]
+                values = ["-" if each is None else scale.format(each) for each in summary.known_percentiles]
+                cells = [str(summary.num_starts), *values, percent(summary.noise_percent, signed=False)]
             table.rows.append((short_label(row, shared), *cells))
         items.append(table)
     return items + histogram_items(report.rows) + curve_items(report.curves)
