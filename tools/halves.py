@@ -22,10 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 FIRST = (
+    "bench",
     "contracts",
     "core",
     "data",
     "dht",
+    "experts",
     "models",
     "report",
     "simulate",

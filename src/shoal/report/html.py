@@ -69,9 +69,9 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 SCRIPTS = ("drawing.js", "rows.js", "lines.js", "page.js")
 HOW_TO_READ = (
     "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Those that a row has "
-    "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. The "
-    "noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have medians "
-    "nearer to each other than that (with one start, two halves of its samples)."
+    "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. "
+    "The noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have "
+    "medians nearer to each other than that (with one start, two halves of its samples)."
 )
 HOW_TO_JUDGE = (
     "Negative is worse. A row is judged on the medians of its process starts: Welch's test on their "
