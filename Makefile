@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 INTEGRATED := $(VENV)/.ready-integrations
 DEMO := shoal-reports/demo
 
-.PHONY: setup demo test test-slow test-gpu check format bench clean
+.PHONY: setup demo test test-fast test-slow test-gpu check format bench clean
 
 setup: $(READY)
 
@@ -34,6 +34,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python tools/halves.py -m "not slow"
+
+# for the loop of a developer: what fits into a minute
+test-fast: setup
+	$(BIN)/python tools/halves.py --fast -m "not slow" -q
 
 # the libraries that Shoal works with are large, and only slow tests need them
 $(INTEGRATED): $(READY)

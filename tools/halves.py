@@ -1,6 +1,10 @@
 """Runs the tests as two halves at once, one for each of two cores.
 
-    python tools/halves.py [options of pytest]
+    python tools/halves.py [--fast | --record] [options of pytest]
+
+Files are dealt by the seconds that each takes (tests/seconds.json), so that both halves end together.
+`--fast` runs the files with the most tests in a second, as many as fit into a minute; `--record` writes the
+seconds anew.
 
 Output comes half by half, the exit code is 0 when all passed and nothing is left behind: no process, no
 temporary file, no shared memory. What is left is named, and removed.
@@ -9,6 +13,7 @@ temporary file, no shared memory. What is left is named, and removed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -16,26 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-FIRST = (
-    "bench",
-    "contracts",
-    "core",
-    "data",
-    "dht",
-    "experts",
-    "models",
-    "report",
-    "simulate",
-    "tensors",
-    "topology",
-    "transport",
-)
-"""Folders of the first half; everything else is in the second."""
+SECONDS = TESTS / "seconds.json"
+"""What each file took, beside another half; one that is not there is taken for a second."""
+FAST_S = 45.0
+"""Of each half, with `--fast`; pytest itself needs some more."""
 NO_TESTS = 5  # pytest's exit code when nothing was selected
 MARK = "SHOAL_TESTS_RUN"
 """The environment variable by which all descendants of a run are known, whoever their parent is by now."""
@@ -46,34 +41,70 @@ BOARD = f"shoal-{os.getuid()}"
 """The folder of `shoal top`, which stays."""
 
 
-def halves() -> list[list[str]]:
-    """What each half runs."""
-    places = sorted(
-        path
-        for path in TESTS.iterdir()
-        if (path.is_dir() and any(path.rglob("test_*.py"))) or path.match("test_*.py")
-    )
-    return [[str(path) for path in places if (path.name in FIRST) is is_first] for is_first in (True, False)]
+def halves(*, is_fast: bool = False) -> list[list[str]]:
+    """The files of each half, in the order of their names; with `is_fast` those that take the least alone."""
+    recorded: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    files = {
+        path: recorded.get(path.relative_to(TESTS).as_posix(), 1.0)
+        for path in sorted(TESTS.rglob("test_*.py"))
+    }
+    if is_fast:
+        size = {path: path.stat().st_size for path in files}  # as many tests as it has lines, more or less
+        files = _first_seconds(sorted(files, key=lambda path: files[path] / size[path]), files)
+    dealt: list[list[Path]] = [[], []]
+    taken_s = [0.0, 0.0]
+    for path in sorted(files, key=lambda path: -files[path]):
+        half = taken_s.index(min(taken_s))
+        dealt[half].append(path)
+        taken_s[half] += files[path]
+    return [[str(path) for path in sorted(paths)] for paths in dealt]
+
+
+def _first_seconds(order: Iterable[Path], files: dict[Path, float]) -> dict[Path, float]:
+    """The first files of an order, up to what both halves may take."""
+    chosen: dict[Path, float] = {}
+    for path in order:
+        if sum(chosen.values()) + files[path] <= 2 * FAST_S:
+            chosen[path] = files[path]
+    return chosen
 
 
 def main(options: list[str]) -> int:
     """Run both halves, then look for what is left; the exit code."""
+    is_fast, is_recorded = (name in options for name in ("--fast", "--record"))
+    options = [option for option in options if option not in ("--fast", "--record")]
     mark = secrets.token_hex(8)
     shared = shared_memory()
     # a short path: sockets of the tests have names of at most a hundred characters
     with tempfile.TemporaryDirectory(prefix="s", ignore_cleanup_errors=True) as folder:
-        code = _run(Path(folder), mark, options)
+        code = _run(Path(folder), mark, halves(is_fast=is_fast), options)
+        if is_recorded:
+            _record(Path(folder))
         left = [*end_processes(mark), *temporary_files(Path(folder)), *remove_shared_memory(shared)]
     for line in left:
         print(f"Left behind by the tests: {line}", flush=True)
     return max(code, 1 if left else 0)
 
 
-def _run(folder: Path, mark: str, options: list[str]) -> int:
+def _record(folder: Path) -> None:
+    """Write what each file took, in seconds, from the halves' reports."""
+    seconds: dict[str, float] = {}
+    for report in folder.glob("*.xml"):
+        for case in ElementTree.parse(report).iter("testcase"):
+            parts = case.attrib["classname"].removeprefix(f"{TESTS.name}.").split(".")
+            while not (TESTS / "/".join(parts)).with_suffix(".py").exists():
+                parts.pop()  # a class inside the file
+            name = "/".join(parts) + ".py"
+            seconds[name] = seconds.get(name, 0.0) + float(case.attrib["time"])
+    rounded = {name: max(0.1, round(took_s, 1)) for name, took_s in sorted(seconds.items())}
+    SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def _run(folder: Path, mark: str, parts: list[list[str]], options: list[str]) -> int:
     """Run both halves, each with a folder for its temporary files; the exit code."""
     with contextlib.ExitStack() as stack:
         running = []
-        for number, places in enumerate(filter(None, halves())):
+        for number, places in enumerate(filter(None, parts)):
             temporary = folder / str(number)
             temporary.mkdir()
             environment = {
@@ -89,6 +120,7 @@ def _run(folder: Path, mark: str, options: list[str]) -> int:
                 "pytest",
                 "-o",
                 f"cache_dir={folder}/cache{number}",
+                f"--junitxml={folder}/{number}.xml",
                 *options,
                 *places,
             ]

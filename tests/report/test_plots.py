@@ -111,7 +111,9 @@ def test_scaling_shows_measured_predicted_and_ideal():
     ideal = speed[-1]
     assert ideal["x"] == [1, 1024]
     assert ideal["y"][1] == pytest.approx(1024 * max(line["y"][0] for line in speed[:3]))
-    efficiency = next(plot for plot in figures.plots if plot["y"]["title"].startswith("speed as a fraction of linear"))
+    efficiency = next(
+        plot for plot in figures.plots if plot["y"]["title"].startswith("speed as a fraction of linear")
+    )
     assert all(line["style"] != "ideal" for line in efficiency["views"][0]["lines"])
     assert "dashed: predicted" in content
 

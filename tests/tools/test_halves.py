@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -11,11 +12,33 @@ from shoal.core.processes import stat_fields
 
 def test_every_test_is_in_one_half():
     first, second = halves.halves()
-    assert not {*first} & {*second}
-    covered = [Path(place) for place in (*first, *second)]
-    for path in halves.TESTS.rglob("test_*.py"):
-        assert sum(path.is_relative_to(place) for place in covered) == 1
-    assert {Path(place).name for place in first} == {*halves.FIRST}
+    assert sorted([*first, *second]) == sorted(map(str, halves.TESTS.rglob("test_*.py")))
+
+
+def test_halves_take_equally_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(halves, "TESTS", tmp_path)
+    monkeypatch.setattr(halves, "SECONDS", tmp_path / "seconds.json")
+    seconds = {f"test_{name}.py": took_s for name, took_s in zip("abcde", (50, 20, 20, 10, 200), strict=True)}
+    for name in seconds:
+        (tmp_path / name).write_text("def test_nothing():\n    pass\n")
+    halves.SECONDS.write_text(json.dumps(seconds))
+    named = [[Path(place).name for place in places] for places in halves.halves()]
+    assert named == [["test_e.py"], ["test_a.py", "test_b.py", "test_c.py", "test_d.py"]]
+    fast = [Path(place).name for places in halves.halves(is_fast=True) for place in places]
+    assert sorted(fast) == ["test_b.py", "test_c.py", "test_d.py"]  # fifty seconds more would be too long
+
+
+def test_what_files_take_is_recorded(tmp_path, monkeypatch):
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/test_a.py").write_text(
+        "import time\nclass TestGroup:\n    def test_sleep(self):\n        time.sleep(0.3)\n"
+    )
+    options = options_for(tmp_path, monkeypatch)
+    monkeypatch.setattr(halves, "SECONDS", tmp_path / "seconds.json")
+    assert halves.main(["--record", *options]) == 0
+    (name,) = seconds = json.loads(halves.SECONDS.read_text())
+    assert name == "core/test_a.py"
+    assert seconds[name] >= 0.3
 
 
 def options_for(folder, monkeypatch):
