@@ -15,6 +15,7 @@ from shoal._version import __version__
 
 if TYPE_CHECKING:
     from shoal import data, models, strategies, topology
+    from shoal.bench.comparison import compare
     from shoal.core import Address, PeerId, ShoalError
     from shoal.core.identity import Identity
     from shoal.data import shard
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         SwitchMixtureOfExperts,
     )
     from shoal.group import Faulty, Group, Metered, Shaped, init
-    from shoal.report import Report
+    from shoal.report import Report, read_report
     from shoal.simulate.world import World
     from shoal.strategies import (
         DiLoCo,
@@ -79,11 +80,13 @@ _HOMES = {
     "Topology": "shoal.topology",
     "TorchDDP": "shoal.strategies",
     "World": "shoal.simulate.world",
+    "compare": "shoal.bench.comparison",
     "connect": "shoal.dht",
     "data": "shoal",
     "from_args": "shoal.strategies",
     "init": "shoal.group",
     "models": "shoal",
+    "read_report": "shoal.report",
     "shard": "shoal.data",
     "strategies": "shoal",
     "topology": "shoal",
@@ -156,11 +159,13 @@ __all__ = [
     "TorchDDP",
     "World",
     "__version__",
+    "compare",
     "connect",
     "data",
     "from_args",
     "init",
     "models",
+    "read_report",
     "shard",
     "strategies",
     "topology",

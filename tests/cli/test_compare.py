@@ -79,7 +79,10 @@ def test_one_rate_for_all_and_a_quick_look(call):
     _, _, config = call("--short", "--lr", 0.3, "--profile", "ideal", "--strategies", "pair")
     assert config.learning_rates == (0.3,)
     assert config.world.profile.name == ""
-    assert (config.world.num_workers, config.seeds, config.notes) == (4, (0,), ())
+    assert (config.world.num_workers, config.seeds) == (4, (0,))
+    assert config.notes == (
+        "A short look: few steps, rates and seeds. Leave --short out for figures to keep.",
+    )
     assert config.steps < facts_of("digits").steps
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-import shoal
 from shoal._version import __version__
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
@@ -240,7 +239,7 @@ class Watch:
 
 def describe_code(source: Path | None = None) -> Code:
     """Version and commit of the package that runs, or of the one under `source`."""
-    folder = source or Path(shoal.__file__).parent.parent
+    folder = source or Path(__file__).parents[2]
     version = __version__
     if source is not None:
         text = (source / "shoal" / "_version.py").read_text()

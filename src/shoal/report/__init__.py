@@ -1,6 +1,7 @@
 """What a benchmark measured: its schema, storage, statistics, diff, tables and HTML, without torch."""
 
 from shoal.report.diff import Diff, Judgement, RowDiff, Verdict, compare
+from shoal.report.figures import read_report
 from shoal.report.schema import Code, Curve, Report, Row
 from shoal.report.statistics import Summary, noise_floor, percentile, percentiles, summarize
 from shoal.report.storage import DEFAULT_FOLDER, default_path, load, save
@@ -22,6 +23,7 @@ __all__ = [
     "noise_floor",
     "percentile",
     "percentiles",
+    "read_report",
     "save",
     "summarize",
 ]

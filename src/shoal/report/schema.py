@@ -188,6 +188,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 )
             seen[row.identity] = row
 
+    def to_pandas(self) -> Any:
+        """A DataFrame with a line for each sample. ReportError where pandas is missing."""
+        from shoal.report.figures import to_pandas
+
+        return to_pandas(self)
+
+    def figure(self, metric: str | None = None, over: str | None = None) -> Any:
+        """A figure of plotly of one metric; see `shoal.report.figures.figure`."""
+        from shoal.report.figures import figure
+
+        return figure(self, metric, over)
+
     @property
     def failed(self) -> list[Row]:
         """The rows that hold an error instead of samples."""
