@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATED := $(VENV)/.ready-integrations
+DOCUMENTED := $(VENV)/.ready-docs
 DEMO := shoal-reports/demo
 
-.PHONY: setup demo test test-fast test-slow test-gpu check format bench clean
+.PHONY: setup docs demo test test-fast test-slow test-gpu check format bench clean
 
 setup: $(READY)
 
@@ -52,6 +53,15 @@ test-gpu: setup
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU here: see what shoal doctor says.")'
 	$(BIN)/python -m pytest -m gpu
 	SHOAL_TEST_DEVICE=cuda $(BIN)/python -m pytest --timeout 180 -m "not slow" tests/contracts/test_group.py tests/contracts/test_strategy.py
+
+# the documentation as a site, in site/; a broken link or a public name without a page fails
+$(DOCUMENTED): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $(DOCUMENTED)
+
+docs: $(DOCUMENTED)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html in a browser: $(CURDIR)/site/index.html"
 
 check: setup
 	$(BIN)/ruff check .
