@@ -232,6 +232,14 @@ def run(
         Path | None, flag("Save checkpoints in DIR, and resume from them.", metavar="DIR")
     ] = None,
     checkpoint_every: Annotated[int | None, flag("Save a checkpoint every N steps.", metavar="N")] = None,
+    track: Annotated[
+        str | None,
+        flag(
+            "Log to tensorboard, wandb, mlflow, or a class of your own as package.module:Class. "
+            "Default of DIR: shoal-tracked.",
+            metavar="NAME[=DIR]",
+        ),
+    ] = None,
     allow_failures: Annotated[
         bool,
         flag(
@@ -326,6 +334,7 @@ def run(
             all_reduce=all_reduce,
             checkpoint=None if checkpoint is None else str(checkpoint.absolute()),
             checkpoint_every=checkpoint_every,
+            track=_tracked(track),
         ),
         num_threads=threads,
         timeout_s=timeout,
@@ -419,3 +428,14 @@ def scale(
     if not answer.is_done:
         raise UsageError(answer.what, next_step="`shoal top` shows the workers of the run.")
     typer.echo(answer.what)
+
+
+def _tracked(track: str | None) -> str | None:
+    """What workers are told of --track, with a whole path: they may be started elsewhere."""
+    if track is None:
+        return None
+    from shoal.integrations.trackers import DEFAULT_FOLDER, check_name
+
+    name, _, folder = track.partition("=")
+    check_name(name)
+    return f"{name}={Path(folder or DEFAULT_FOLDER).absolute()}"

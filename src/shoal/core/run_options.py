@@ -28,6 +28,8 @@ TORCHRUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a run, which `shoal run --env torchrun` sets too."""
 CHECKPOINT_VARIABLE, CHECKPOINT_EVERY_VARIABLE = "SHOAL_CHECKPOINT", "SHOAL_CHECKPOINT_EVERY"
 """What --checkpoint and --checkpoint-every are under other launchers."""
+TRACK_VARIABLE = "SHOAL_TRACK"
+"""What --track is under other launchers."""
 Env = Literal["shoal", "torchrun"]
 """Whose variables tell workers their place: Shoal's alone, or torchrun's as well."""
 EncryptChoice = Literal["auto", "always", "never"]
@@ -55,6 +57,8 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Folder from which an attached strategy resumes, when it holds something, and to which it saves."""
     checkpoint_every: int | None = None
     """Steps from one saving to the next."""
+    track: str | None = None
+    """The tracker that workers log to: a name or `module:Class`, with `=FOLDER` behind it or not."""
     patience: float = 1.0
     """A peer that is silent for SILENCE_S times this is lost."""
     timeout_s: float | None = None
@@ -102,14 +106,15 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def _of_other_launcher(cls, environ: Mapping[str, str]) -> RunOptions:
         """What can be asked for without `shoal run`: torchrun, MPI and Slurm have no flags of ours."""
         folder, every = environ.get(CHECKPOINT_VARIABLE), environ.get(CHECKPOINT_EVERY_VARIABLE)
+        track = environ.get(TRACK_VARIABLE) or None
         if not folder:
-            return cls()
+            return cls(track=track)
         if every is not None and (not every.isdecimal() or int(every) < 1):
             raise UsageError(
                 f"{CHECKPOINT_EVERY_VARIABLE}={every!r} is no number of steps.",
                 next_step="set it to 1 or more.",
             )
-        return cls(checkpoint=folder, checkpoint_every=None if every is None else int(every))
+        return cls(checkpoint=folder, checkpoint_every=None if every is None else int(every), track=track)
 
     def to_environment(self) -> dict[str, str]:
         """The variable that workers are started with."""

@@ -3,12 +3,14 @@
 Notes are written about once a second. Between two of them a step costs a look at the clock, 0.3 µs; a note
 took 0.06 ms where it was measured. Only strategies of a group that `shoal.init()` has opened report anything,
 in the user's thread, so that a worker which hangs is seen by how old its note is. Whatever fails here is
-passed over.
+passed over. With `--track` what was logged in every step goes to a tracker too, when a note is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 import os
 import socket
 import sys
@@ -21,10 +23,13 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
 from shoal.core.processes import namespace, started
+from shoal.core.run_options import RunOptions
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group, GroupStats
 from shoal.group.elastic import elastic_of
+
+log = logging.getLogger(__name__)
 
 _MAX_AWAITED = 8
 _MAX_VALUES = 32
@@ -50,6 +55,11 @@ class StatusReporter:
         self._tell_s: float | None = None
         """When the launcher is told the step again; None when nobody is."""
         self._waited_s: Sequence[float] = ()
+        self._step = 0
+        self._tracker: Any = None
+        """A `shoal.integrations.trackers.Tracker`; None when the run is not tracked."""
+        self._tracked: list[tuple[int, str, Any]] = []
+        """What was logged since the last note: step, name and value."""
 
     def moved(self, group: Group) -> StatusReporter:
         """Gives the reporter of the same strategy in another group, which is to be opened."""
@@ -63,6 +73,8 @@ class StatusReporter:
             return
         self._opened_s = self._tell_s = self._clock.now_s()
         tell_launcher(phase="training", step=step)
+        self._step = step
+        self._open_tracker()
         if not board.is_wanted():
             return
         with contextlib.suppress(Exception):
@@ -80,6 +92,7 @@ class StatusReporter:
         """Reports after a step, if it is time."""
         if self._tell_s is None:
             return
+        self._step = step
         now_s = self._clock.now_s()
         if now_s >= self._tell_s:
             # often at first, so that the step of a worker that ends within a second is known too
@@ -90,9 +103,17 @@ class StatusReporter:
             # a full disk, a device that fails, a value that is no number: nothing of it may end the training
             with contextlib.suppress(Exception):
                 self._write(self._pin, step, now_s)
+            if self._tracker is not None:
+                with contextlib.suppress(Exception):
+                    self._track()
 
     def closed(self) -> None:
         """Takes the note back, when the strategy is detached."""
+        if self._tracker is not None:
+            with contextlib.suppress(Exception):
+                self._track()
+                self._tracker.close()
+            self._tracker = None
         if self._pin is not None:
             self._pin.remove()
         self._pin = self._note = self._tell_s = None
@@ -113,11 +134,50 @@ class StatusReporter:
                     next_step=f"log its mean: strategy.log({given}={given}.mean()).",
                 )
             name = _plain(given)
+            if self._tracker is not None:
+                with contextlib.suppress(Exception):
+                    kept = value.detach().clone() if is_tensor else float(value)
+                    self._tracked.append((self._step, name, kept))
             if self._pin is None or (name not in self._values and len(self._values) >= _MAX_VALUES):
                 continue
             with contextlib.suppress(Exception):
                 # a copy: the tensor may be changed in place later, or a view that keeps a large one alive
                 self._values[name] = value.detach().clone() if is_tensor else float(value)
+
+    def _open_tracker(self) -> None:
+        """Opens the tracker that the run names; says so, once, where it cannot be."""
+        asked = RunOptions.from_environment().track
+        if asked is None or self._tracker is not None or self._group.role == "server":
+            return
+        trackers = importlib.import_module("shoal.integrations.trackers")
+        try:
+            self._tracker = trackers.make_tracker(asked, self._group.run, self._group.rank)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on
+            if self._group.rank == 0:
+                log.warning("this run is not tracked: %s", error)
+
+    def _track(self) -> None:
+        """Passes on what was logged since the last time; tensors of a device are read all at once."""
+        tracked, self._tracked = self._tracked, []
+        tensors = [value.float().reshape(()) for _, _, value in tracked if isinstance(value, torch.Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else ())
+        steps: dict[int, dict[str, float]] = {}
+        for step, name, value in tracked:
+            steps.setdefault(step, {})[name] = next(read) if isinstance(value, torch.Tensor) else value
+        for step, values in steps.items():
+            self._tracker.log(step, values)
+        note = self._note
+        if note is not None and tracked:
+            counted = {
+                "steps_per_s": note.steps_per_s,
+                "examples_per_s": note.examples_per_s,
+                "sent_bytes": note.sent_bytes,
+                "received_bytes": note.received_bytes,
+                "wait_share": note.wait_share,
+            }
+            known = {f"shoal_{name}": float(value) for name, value in counted.items() if value is not None}
+            self._tracker.log(tracked[-1][0], known)
+        self._tracker.flush()
 
     def _first(self, step: int) -> board.Note:
         group, everybody, pid = self._group, self._group.everybody, os.getpid()
