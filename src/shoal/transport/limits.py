@@ -1,14 +1,15 @@
-"""What a peer puts up with: its limits, bytes that calls share, and rates for each of many peers."""
+"""What a peer puts up with: its limits, bytes and slots that calls share, and lines of the log."""
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.core import SYSTEM_CLOCK, Clock, LimitExceeded, Peer, UsageError
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, UsageError
 from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -137,6 +138,57 @@ class ByteBudget:
             self._used_bytes += size_bytes
             granted.append(when_granted)
         return granted
+
+
+class CallSlots:
+    """Slots that are given in order of asking; there may be fewer than are taken already."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
+        self._loop = loop
+        self._num_free = num_places
+        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
+
+    def try_take(self) -> bool:
+        """Take a place if one is free; whoever waits has been given it already."""
+        if self._num_free > 0:
+            self._num_free -= 1
+            return True
+        return False
+
+    async def take(self, deadline: Deadline) -> bool:
+        """Wait for a place; False when the deadline has passed before there was one."""
+        if self.try_take():
+            return True
+        place: asyncio.Future[bool] = self._loop.create_future()
+        self._waiting[place] = None
+        try:
+            async with asyncio.timeout(deadline.timeout_s):
+                return await place
+        except TimeoutError:
+            return place.done() and not place.cancelled()  # given in the moment in which time was over
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give_back()  # given in the moment of being cancelled
+            raise
+        finally:
+            if place.cancelled():
+                self._waiting.pop(place, None)
+
+    def let_all_in(self) -> None:
+        """What the slots were for is over: nobody needs to wait for one."""
+        self._num_free = max(0, self._num_free)
+        while self._waiting:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Pass the place to the next in line."""
+        while self._waiting and self._num_free >= 0:
+            place = next(iter(self._waiting))
+            del self._waiting[place]
+            if not place.done():
+                place.set_result(True)
+                return
+        self._num_free += 1
 
 
 class Complaints:

@@ -27,22 +27,9 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_at
-from shoal.transport.datagrams.wire import (
-    LEFT,
-    MAX_FRAME_BYTES,
-    MAX_PARTS,
-    PART_BYTES,
-    Cancel,
-    Goodbye,
-    Proof,
-    Request,
-    SocketAddress,
-    TooLarge,
-    Working,
-    cut,
-    encode_failure,
-)
+from shoal.transport.datagrams.wire import SocketAddress
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
@@ -62,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
+_MAX_ANSWER_BYTES = wire.MAX_PARTS * wire.PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
@@ -118,7 +105,7 @@ class CalleeSession(Session):
             return
         if where != self.where or not self.is_proven:
             first = frames.frames[0] if frames.frames else None
-            token = first.token if type(first) is Proof else b""
+            token = first.token if type(first) is wire.Proof else b""
             if not self.transport.handshakes.prove(self, packet, where, socket, token):
                 return
             self.is_proven, self.where, self.socket = True, where, socket
@@ -129,16 +116,16 @@ class CalleeSession(Session):
             if self._running:
                 self._cancel_before(frames.oldest)
         for frame in frames.frames:
-            if type(frame) is Request:
+            if type(frame) is wire.Request:
                 self._on_request(frame, len(packet))
-            elif type(frame) is Cancel:
+            elif type(frame) is wire.Cancel:
                 if frame.id in self._running:
                     self._cancel(self._running[frame.id])
-            elif type(frame) is Goodbye:
+            elif type(frame) is wire.Goodbye:
                 self.transport.drop(self, "its caller has left.")
                 return
 
-    def close(self, reason: str, code: str = LEFT) -> None:
+    def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every handler, oldest first."""
         self.is_open = False
         for call in tuple(self._running.values()):
@@ -146,11 +133,11 @@ class CalleeSession(Session):
 
     # --- requests ---
 
-    def _on_request(self, frame: Request, packet_bytes: int) -> None:
+    def _on_request(self, frame: wire.Request, packet_bytes: int) -> None:
         call_id = frame.id
         if call_id in self._running:
             self.transport.stats.duplicates += 1
-            self.queue(encode(Working(call_id)))
+            self.queue(encode(wire.Working(call_id)))
             return
         if call_id < self._oldest_open:  # a late copy of one that nobody waits for
             self.transport.stats.duplicates += 1
@@ -173,7 +160,7 @@ class CalleeSession(Session):
             return
         self._answer(call_id, frame.method, reply)
 
-    def _accept(self, frame: Request) -> tuple[Route, Head]:
+    def _accept(self, frame: wire.Request) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         transport = self.transport
         if len(self._running) >= transport.limits.max_calls:
@@ -312,15 +299,15 @@ class CalleeSession(Session):
     def _too_large(self, call_id: int, method: str, size_bytes: int) -> bytes:
         if self.transport.streams is None:
             raise LimitExceeded(
-                f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
+                f"the answer of {method} takes {size_bytes:,} bytes, more than {wire.MAX_PARTS} datagrams.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        return encode(TooLarge(call_id, size_bytes))
+        return encode(wire.TooLarge(call_id, size_bytes))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
         self._log(method, error)
-        self._send_outcome(call_id, encode_failure(call_id, to_wire(error)))
+        self._send_outcome(call_id, wire.encode_failure(call_id, to_wire(error)))
 
     def _log(self, method: str, error: Exception) -> None:
         if not isinstance(error, ShoalError):
@@ -329,10 +316,10 @@ class CalleeSession(Session):
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
         if not self.is_open or call_id < self._oldest_open:  # its caller has left, or has given it up
             return
-        if len(frame) <= MAX_FRAME_BYTES:
+        if len(frame) <= wire.MAX_FRAME_BYTES:
             self.queue(frame)
             return
-        for part in cut(call_id, frame):
+        for part in wire.cut(call_id, frame):
             self.queue(part)
 
 

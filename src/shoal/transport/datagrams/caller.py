@@ -27,6 +27,7 @@ from shoal.core import (
     VersionMismatch,
 )
 from shoal.core.scope import settle
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MIN_CALLER_CONTENT_BYTES,
@@ -37,27 +38,9 @@ from shoal.transport.datagrams.sessions import (
     copy_in,
     fill_all,
 )
-from shoal.transport.datagrams.wire import (
-    BUSY,
-    LEFT,
-    MAX_PARTS,
-    REFUSED,
-    VERSION,
-    Answer,
-    AnswerPart,
-    Cancel,
-    Challenge,
-    Failure,
-    Goodbye,
-    Proof,
-    SocketAddress,
-    TooLarge,
-    UnreadablePacket,
-    Working,
-    decode_answer,
-    encode_request,
-)
+from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
+from shoal.transport.limits import CallSlots
 from shoal.transport.messages import Head, Reply, fitting_views
 
 if TYPE_CHECKING:
@@ -69,7 +52,7 @@ _WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom,
 _SILENT_SENDS = 4
 _SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
 _EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
-_ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
+_ENDINGS: dict[str, type[PeerError]] = {wire.LEFT: PeerLost, wire.REFUSED: PeerRefused, wire.BUSY: PeerBusy}
 _SILENCE = (
     "nothing was heard from it: the host is down, a firewall drops the packets, it has another secret or "
     "none, or what listens there is no Shoal peer."
@@ -245,7 +228,7 @@ class CallerSession(Session):
         loop = transport.loop
         call_id = self._next_id
         self._next_id = call_id + 1
-        frame = encode_request(call_id, rest)
+        frame = wire.encode_request(call_id, rest)
         now_s = loop.time()
         wait_s = self.round_trips.timeout_s
         call = PendingDatagram(
@@ -264,7 +247,7 @@ class CallerSession(Session):
         if call.is_in_window:
             self._leave_window(call)
         if not call.is_settled and self.is_settled:
-            self.queue(encode(Cancel(call.id)))
+            self.queue(encode(wire.Cancel(call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
         self.slots.give_back()
@@ -307,7 +290,7 @@ class CallerSession(Session):
 
     def _send(self) -> None:
         if self.token is not None:  # until the other side has shown that it believes this address
-            self._frames.insert(0, encode(Proof(self.token)))
+            self._frames.insert(0, encode(wire.Proof(self.token)))
         super()._send()
 
     # --- what comes back: answers whole or in parts, failures, and signs of life ---
@@ -318,32 +301,36 @@ class CallerSession(Session):
         if frames is None:
             return
         self.heard_at_s = self.transport.loop.time()
-        if frames.frames and type(frames.frames[0]) is not Challenge:
+        if frames.frames and type(frames.frames[0]) is not wire.Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is Answer or isinstance(frame, (Failure, AnswerPart, Working, TooLarge)):
+            if type(frame) is wire.Answer or isinstance(
+                frame, (wire.Failure, wire.AnswerPart, wire.Working, wire.TooLarge)
+            ):
                 self._on_outcome(frame)
-            elif type(frame) is Challenge:
+            elif type(frame) is wire.Challenge:
                 self._on_challenge(frame)
-            elif type(frame) is Goodbye:
+            elif type(frame) is wire.Goodbye:
                 self.close(frame.reason[:200], frame.code)
 
-    def _on_outcome(self, frame: Answer | Failure | AnswerPart | Working | TooLarge) -> None:
+    def _on_outcome(
+        self, frame: wire.Answer | wire.Failure | wire.AnswerPart | wire.Working | wire.TooLarge
+    ) -> None:
         call = self.pending.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
             return
         if call.is_in_window:
             self._leave_window(call)
-        if isinstance(frame, Answer):
+        if isinstance(frame, wire.Answer):
             if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
                 self.round_trips.observe((self.heard_at_s or 0.0) - call.sent_at_s)
             self._settle(call, frame)
-        elif isinstance(frame, Failure):
+        elif isinstance(frame, wire.Failure):
             self._settle(call, frame)
-        elif isinstance(frame, AnswerPart):
+        elif isinstance(frame, wire.AnswerPart):
             self._on_part(call, frame)
-        elif isinstance(frame, Working):
+        elif isinstance(frame, wire.Working):
             call.is_working = True
             call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
             call.quiet_until_s = self.transport.loop.time() + call.wait_s
@@ -351,8 +338,8 @@ class CallerSession(Session):
             call.is_settled = True
             call.answer.set_exception(AskOverStream(frame.size_bytes))
 
-    def _on_part(self, call: PendingDatagram, frame: AnswerPart) -> None:
-        if not (2 <= frame.num_parts <= MAX_PARTS and 0 <= frame.index < frame.num_parts):
+    def _on_part(self, call: PendingDatagram, frame: wire.AnswerPart) -> None:
+        if not (2 <= frame.num_parts <= wire.MAX_PARTS and 0 <= frame.index < frame.num_parts):
             self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
             return
         if (call.digest, len(call.parts)) != (frame.digest, frame.num_parts):
@@ -361,15 +348,15 @@ class CallerSession(Session):
         arrived = [part for part in call.parts if part is not None]
         if len(arrived) == frame.num_parts:
             try:
-                self._settle(call, decode_answer(b"".join(arrived)))
+                self._settle(call, wire.decode_answer(b"".join(arrived)))
             except UnreadablePacket as error:
                 call.is_settled = True
                 call.answer.set_exception(self._unreadable(call, error))
 
-    def _settle(self, call: PendingDatagram, outcome: Answer | Failure) -> None:
+    def _settle(self, call: PendingDatagram, outcome: wire.Answer | wire.Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, wire.Failure):
             head = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
             call.answer.set_exception(from_wire(head, self.peer, call.method))
             return
@@ -398,7 +385,7 @@ class CallerSession(Session):
     def _unreadable(self, call: PendingDatagram, error: Exception) -> ProtocolError:
         return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
 
-    def _on_challenge(self, frame: Challenge) -> None:
+    def _on_challenge(self, frame: wire.Challenge) -> None:
         """The other side sees another address than before: prove it, and ask again."""
         if len(frame.token) != TOKEN_BYTES:
             self.transport.on_bad_packet(self.peer, "a challenge that does not follow the protocol.")
@@ -430,7 +417,7 @@ class CallerSession(Session):
             if not self.pending:
                 self.close("another session has taken its place.")
 
-    def close(self, reason: str, code: str = LEFT) -> None:
+    def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every call, oldest first."""
         kind = _ENDINGS.get(code, PeerLost)
         for call in self.pending.values():
@@ -476,7 +463,8 @@ def other_peer(target: Peer, peer_id: PeerId | None) -> PeerRefused:
 def other_version(peer: Peer, version: int) -> VersionMismatch:
     """The error for a peer that cannot be understood."""
     return VersionMismatch(
-        f"{peer} speaks another version of the datagram protocol ({version}) than this peer ({VERSION}).",
+        f"{peer} speaks another version of the datagram protocol ({version}) than this "
+        f"peer ({wire.VERSION}).",
         next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
     )
 
@@ -535,54 +523,3 @@ class Timers:
         self._rings_at_s = math.inf
         if heap:
             self._arm(heap[0][0])
-
-
-class CallSlots:
-    """Slots that are given in order of asking; there may be fewer than are taken already."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
-        self._loop = loop
-        self._num_free = num_places
-        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
-
-    def try_take(self) -> bool:
-        """Take a place if one is free; whoever waits has been given it already."""
-        if self._num_free > 0:
-            self._num_free -= 1
-            return True
-        return False
-
-    async def take(self, deadline: Deadline) -> bool:
-        """Wait for a place; False when the deadline has passed before there was one."""
-        if self.try_take():
-            return True
-        place: asyncio.Future[bool] = self._loop.create_future()
-        self._waiting[place] = None
-        try:
-            async with asyncio.timeout(deadline.timeout_s):
-                return await place
-        except TimeoutError:
-            return place.done() and not place.cancelled()  # given in the moment in which time was over
-        except asyncio.CancelledError:
-            if not place.cancelled() and place.done() and place.result():
-                self.give_back()  # given in the moment of being cancelled
-            raise
-        finally:
-            if place.cancelled():
-                self._waiting.pop(place, None)
-
-    def let_all_in(self) -> None:
-        """What the slots were for is over: nobody needs to wait for one."""
-        self._num_free = max(0, self._num_free)
-        while self._waiting:
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Pass the place to the next in line."""
-        while self._waiting and self._num_free >= 0:
-            place = next(iter(self._waiting))
-            del self._waiting[place]
-            if not place.done():
-                place.set_result(True)
-                return
-        self._num_free += 1

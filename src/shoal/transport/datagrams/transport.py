@@ -25,33 +25,20 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.limits import RateLimiter
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
     AskOverStream,
     CallerSession,
     CallerState,
-    CallSlots,
     PendingDatagram,
     Timers,
     no_welcome,
 )
 from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
 from shoal.transport.datagrams.sessions import Session, Stats, peer_at
-from shoal.transport.datagrams.wire import (
-    HEADER_BYTES,
-    LEFT,
-    MAGIC,
-    MAX_FRAME_BYTES,
-    MAX_PACKET_BYTES,
-    PREFIX,
-    REFUSED,
-    SEALED,
-    SESSION_BYTES,
-    VERSION,
-    Kind,
-    SocketAddress,
-)
+from shoal.transport.datagrams.wire import SocketAddress
 from shoal.transport.frames import Mode
-from shoal.transport.limits import ByteBudget, Complaints, Limits
+from shoal.transport.limits import ByteBudget, CallSlots, Complaints, Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
     Allocate,
@@ -79,9 +66,9 @@ WINDOW = 64
 SESSIONS_A_CONNECTION = 4
 """So many sessions for each of `Limits.max_connections`: they cost much less."""
 _EVICTED_SHARE = 8  # one in so many idle sessions goes when there are too many
-_MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
-_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
-_GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
+_MAX_REST_BYTES = wire.MAX_FRAME_BYTES - 10  # of a request, without its tag and id
+_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(wire.Kind.DATA)
+_GREETINGS = (wire.Kind.HELLO, wire.Kind.WELCOME, wire.Kind.REFUSAL)
 _ACCESS_S = 1.0  # how soon a peer that is denied is gone
 _DENIED = "it may no longer talk to this peer."
 _COMPLAIN_AGAIN_S = 600.0
@@ -495,7 +482,7 @@ class DatagramTransport:
         self, target: Peer, where: SocketAddress, socket: DatagramSocket, not_before_s: float = 0.0
     ) -> CallerSession:
         """Begin a session, in the place of an earlier one with the same target."""
-        caller = CallerSession(self, socket, target, where, self.random.randbytes(SESSION_BYTES))
+        caller = CallerSession(self, socket, target, where, self.random.randbytes(wire.SESSION_BYTES))
         self.make_room()  # whom to ask is the program's own affair, and not refused
         earlier = self._callers.get(target)
         if earlier is not None:
@@ -518,7 +505,7 @@ class DatagramTransport:
         if caller.state is CallerState.CLOSED:
             self.sessions.pop(caller.id, None)
 
-    def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
+    def drop(self, session: Session, reason: str, code: str = wire.LEFT) -> None:
         """End a session and forget it."""
         session.close(reason, code)
         self.sessions.pop(session.id, None)
@@ -548,8 +535,8 @@ class DatagramTransport:
             peer_id = session.peer.id
             if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
                 self.complain_once("ended a session", session.peer, _DENIED)
-                session.leave("this peer may no longer talk to it.", REFUSED)
-                self.drop(session, _DENIED, REFUSED)
+                session.leave("this peer may no longer talk to it.", wire.REFUSED)
+                self.drop(session, _DENIED, wire.REFUSED)
         self.is_watching = True
         self._watched_packets = self.stats.packets_in
         self._access_timer = self.loop.call_later(_ACCESS_S, self._watch_on)
@@ -619,9 +606,9 @@ class DatagramSocket(asyncio.DatagramProtocol):
         stats.bytes_in += len(data)
         if not transport.is_watching:
             transport.watch()
-        if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
+        if data[:3] == wire.PREFIX and len(data) >= wire.HEADER_BYTES:
             kind = data[3]
-            if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
+            if kind == _DATA and len(data) <= wire.MAX_PACKET_BYTES:
                 session = self._sessions.get(data[4:12])
                 if session is not None:
                     session.receive(data, addr, self)
@@ -629,7 +616,7 @@ class DatagramSocket(asyncio.DatagramProtocol):
                     self._handshakes.on_stray(data, addr, self)
             else:
                 self._on_greeting(kind, data, addr)
-        elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
+        elif data[:2] == wire.MAGIC and len(data) >= 12 and data[2] != wire.VERSION:
             self._handshakes.on_other_version(data, addr, self)
         else:
             transport.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
@@ -637,9 +624,9 @@ class DatagramSocket(asyncio.DatagramProtocol):
 
     def _on_greeting(self, kind: int, data: bytes, where: SocketAddress) -> None:
         handshakes = self._handshakes
-        if kind == Kind.UNKNOWN:
+        if kind == wire.Kind.UNKNOWN:
             handshakes.on_unknown(data)
-        elif (kind & ~SEALED) in _GREETINGS and len(data) <= MAX_PACKET_BYTES:
+        elif (kind & ~wire.SEALED) in _GREETINGS and len(data) <= wire.MAX_PACKET_BYTES:
             handshakes.on_greeting(kind, data, where, self)
         else:
             self._transport.on_bad_packet(peer_at(where), "a packet of no known kind.")

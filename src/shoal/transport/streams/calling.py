@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from shoal.transport.frames import (
     decode_payload,
     from_wire,
 )
+from shoal.transport.limits import CallSlots
 from shoal.transport.messages import Allocate, Head, Reply, byte_views, encode_head, fitting_views
 
 if TYPE_CHECKING:
@@ -71,31 +70,16 @@ class Calling:
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
         self._next_id = first_id
-        self._pending: dict[int, PendingCall] = {}
-        self._max_calls = connection.limits.max_calls
+        self.pending: dict[int, PendingCall] = {}
         self._max_message_bytes = connection.limits.max_message_bytes
         self._max_head_bytes = connection.limits.max_head_bytes
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._num_promised = 0  # places given to calls that have not woken up yet
-
-    @property
-    def num_open(self) -> int:
-        """Calls that wait for an answer."""
-        return len(self._pending)
-
-    def set_max_calls(self, max_calls: int) -> None:
-        """What the peer said it would take at once."""
-        self._max_calls = max(1, min(max_calls, self._connection.limits.max_calls))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a new call must `wait_for_place` first."""
-        return bool(self._waiting) or len(self._pending) + self._num_promised >= self._max_calls
+        self.slots = CallSlots(connection.loop, 0)
+        """How many calls the peer takes at once; as it says in its hello."""
 
     async def notify(self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline) -> None:
         """Send a one-way request; its place stays taken until the handler is done, which nobody waits for."""
-        if self.is_full:
-            await self.wait_for_place(method, deadline)
+        if not self.slots.try_take():
+            await self.wait_for_slot(method, deadline)
         call = self.begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
         call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
         if call.total_bytes <= INLINE_BYTES:
@@ -114,7 +98,7 @@ class Calling:
 
     def on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
         """An answer has come, or begins to arrive when its buffers are large."""
-        call = self._pending.get(call_id)
+        call = self.pending.get(call_id)
         if call is None or call.answer.done():
             return
         connection = self._connection
@@ -140,7 +124,7 @@ class Calling:
 
     def on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
         """The peer says that a call failed."""
-        call = self._pending.get(call_id)
+        call = self.pending.get(call_id)
         if call is None:
             return
         call.is_settled = True
@@ -150,7 +134,7 @@ class Calling:
 
     def on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
         """The peer has room for a request's buffers."""
-        call = self._pending.get(call_id)
+        call = self.pending.get(call_id)
         if call is None or call.is_settled:
             return
         if head.from_start:
@@ -160,58 +144,57 @@ class Calling:
         if (is_granted := call.is_granted) is not None:
             self._connection.outbox.when_sent(call_id, lambda: settle(is_granted, None))
 
-    def channel_of(self, call_id: int) -> StreamChannel | None:
-        """The channel that this call opened, while it lasts."""
-        call = self._pending.get(call_id)
-        return call.channel if call is not None else None
-
     def retire(self, last_call_id: int) -> None:
         """The peer will answer calls up to this id and no later one."""
-        for call in tuple(self._pending.values()):
+        for call in tuple(self.pending.values()):
             if call.id > last_call_id and not call.answer.done():
                 # a channel's owner holds it already: it cannot be made again elsewhere
                 is_final = call.channel is not None
                 error = self._connection.error_for(call.method) if is_final else ConnectionRetired()
                 call.answer.set_exception(error)
-        self._fail_waiting(ConnectionRetired())
+        self.slots.let_all_in()  # to find that no call can begin here
 
     def fail_all(self, make_error: Callable[[str], ShoalError]) -> None:
         """The connection has ended: every call fails with `make_error(method)`, oldest first."""
-        for call in tuple(self._pending.values()):
+        for call in tuple(self.pending.values()):
             if not call.answer.done():
                 call.answer.set_exception(make_error(call.method))
-        self._fail_waiting(make_error("a call that waited for a free place"))
+        self.slots.let_all_in()
 
     def begin(
         self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into, mode: Mode
     ) -> PendingCall:
-        """Send a request; whoever begins a call must `end` it, whatever became of it."""
+        """Send a request, for which a slot was taken; whoever begins a call must `end` it."""
         connection = self._connection
-        views = byte_views(buffers) if buffers else ()
-        if not connection.is_usable:
-            connection.raise_closed(method)
-        remaining_s = deadline.at_s - deadline.clock.now_s()
-        if remaining_s <= 0:
-            raise DeadlineExceeded(
-                f"{method} at {connection.peer}: the deadline had passed before it was sent."
-            )
-        if connection.outbox.waiting_bytes > connection.max_waiting_bytes:
-            raise PeerBusy(
-                f"{method}: {connection.peer} does not read what it is sent.",
-                peer=connection.peer,
-                cause=f"{connection.outbox.waiting_bytes:,} bytes wait for it already.",
-            )
-        sizes = list(map(len, views))
-        total_bytes = sum(sizes)
-        connection.check_size_for_peer(method, total_bytes)
-        timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
-        wire = (method, mode, timeout_ms, sizes, payload)  # a RequestHead
-        head = encode_head(method, wire, self._max_head_bytes)
+        try:
+            views = byte_views(buffers) if buffers else ()
+            if not connection.is_usable:
+                connection.raise_closed(method)
+            remaining_s = deadline.at_s - deadline.clock.now_s()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(
+                    f"{method} at {connection.peer}: the deadline had passed before it was sent."
+                )
+            if connection.outbox.waiting_bytes > connection.max_waiting_bytes:
+                raise PeerBusy(
+                    f"{method}: {connection.peer} does not read what it is sent.",
+                    peer=connection.peer,
+                    cause=f"{connection.outbox.waiting_bytes:,} bytes wait for it already.",
+                )
+            sizes = list(map(len, views))
+            total_bytes = sum(sizes)
+            connection.check_size_for_peer(method, total_bytes)
+            timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
+            wire = (method, mode, timeout_ms, sizes, payload)  # a RequestHead
+            head = encode_head(method, wire, self._max_head_bytes)
+        except BaseException:
+            self.slots.give_back()
+            raise
         call_id = self._next_id
         self._next_id += 2
         answer: asyncio.Future[Reply] = connection.loop.create_future()
         call = PendingCall(call_id, method, views, total_bytes, into, deadline, answer)
-        self._pending[call_id] = call
+        self.pending[call_id] = call
         if not connection.is_watched:
             connection.watch()
         connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
@@ -221,14 +204,16 @@ class Calling:
 
     def arm_timers(self) -> None:
         """Set a timer for each call whose deadline is near; called about once a second."""
-        for call in tuple(self._pending.values()):
+        for call in tuple(self.pending.values()):
             if call.timer is None and (remaining_s := call.deadline.remaining_s) < TIMER_S:
                 call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
 
     def end(self, call: PendingCall) -> None:
         """Forget a call; one that was not answered is cancelled at the peer and frees what it held."""
-        if self._pending.pop(call.id, None) is None:
+        if self.pending.pop(call.id, None) is None:
             return
+        if call.channel is not None:
+            self._connection.channels.pop(call.id, None)
         if call.timer is not None:
             call.timer.cancel()
         if not call.is_settled:
@@ -240,9 +225,8 @@ class Calling:
             self._connection.forget(call.id)
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a channel's owner may not have asked for it
-        if self._waiting:
-            self._free_place()
-        elif not self._pending:
+        self.slots.give_back()
+        if not self.pending:
             self._connection.rest()
 
     def _end_one_way(self, call: PendingCall, answer: asyncio.Future[Reply]) -> None:
@@ -263,41 +247,13 @@ class Calling:
                 )
             )
 
-    async def wait_for_place(self, method: str, deadline: Deadline) -> None:
+    async def wait_for_slot(self, method: str, deadline: Deadline) -> None:
         """Wait until the peer takes one more call."""
-        place: asyncio.Future[None] = self._connection.loop.create_future()
-        self._waiting.append(place)
-        try:
-            async with asyncio.timeout(deadline.timeout_s):
-                await place
-        except TimeoutError as error:
-            if isinstance(error, ShoalError):
-                raise
+        if not await self.slots.take(deadline):
             raise DeadlineExceeded(
                 f"{method} at {self._connection.peer} could not be sent before its deadline.",
-                cause=f"{len(self._pending)} calls to this peer are open already.",
-            ) from None
-        finally:
-            if place.cancelled():
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(place)
-            elif place.exception() is None:
-                self._num_promised -= 1
-                # should this call not begin after all, the place is somebody else's
-                self._connection.loop.call_soon(self._free_place)
-
-    def _free_place(self) -> None:
-        while self._waiting and len(self._pending) + self._num_promised < self._max_calls:
-            place = self._waiting.popleft()
-            if not place.done():
-                self._num_promised += 1
-                place.set_result(None)
-
-    def _fail_waiting(self, error: Exception) -> None:
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_exception(error)
+                cause=f"{len(self.pending)} calls to this peer are open already.",
+            )
 
     def _memory_for(self, call: PendingCall, payload: Any, sizes: Sequence[int]) -> list[memoryview]:
         given = call.into

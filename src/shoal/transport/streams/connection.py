@@ -1,8 +1,8 @@
 """One connection between two peers: many calls each way, multiplexed over one stream of bytes.
 
 It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
-How a call flows through it is drawn in docs/architecture.md. It is longer than other files because every
-frame passes here; what is done with one is elsewhere: in `calling`, `serving`, `channel` and `assembly`.
+How a call flows through it is drawn in docs/architecture.md. Every frame passes here; what is done with one
+is elsewhere: in `calling`, `serving`, `channel` and `decoder`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal.transport.frames import (
     encode,
     from_goodbye,
 )
-from shoal.transport.limits import Limits
+from shoal.transport.limits import CallSlots
 from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.streams.calling import Calling, ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
@@ -94,7 +94,16 @@ class Connection(asyncio.BufferedProtocol):
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
-        self._stalls = StallDetector(self.limits)
+        self.channels: dict[int, StreamChannel] = {}
+        """Those of calls under way, both ways, by call id."""
+        # looked at about once a second; a sender may have more to do between the parts of a message than
+        # inside a frame, and a reader before it reads
+        self._frame_stall = StallTimer(self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._message_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._reading_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._num_frames = self._seen_frames = 0  # that have begun to arrive
+        self._message_bytes = 0  # of chunks that found their place
+        self._seen_bytes = 0  # that had been received at the last look
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
         self.is_watched = False
@@ -242,19 +251,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Pass a frame to whom it concerns."""
-        self._stalls.num_frames += 1
+        self._num_frames += 1
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
         self._handlers[kind](call_id, head, body)
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """Say where a part of a message belongs; parts of messages that were given up are dropped."""
-        self._stalls.num_frames += 1
+        self._num_frames += 1
         if self._state is _State.GREETING:
             raise ProtocolError("A CHUNK frame came before the hello.")
         targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
         if targets:
-            self._stalls.message_bytes += body_bytes
+            self._message_bytes += body_bytes
         return targets
 
     def on_chunk_end(self, call_id: int) -> None:
@@ -271,7 +280,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def num_open(self) -> int:
         """The number of calls under way, both ways."""
-        return self.calling.num_open + self.serving.num_open
+        return len(self.calling.pending) + len(self.serving.calls)
 
     def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, unless the connection is over."""
@@ -297,17 +306,21 @@ class Connection(asyncio.BufferedProtocol):
     def rest(self) -> None:
         """Something has ended: unless more is expected, nobody needs to look after it."""
         if self.is_watched and self._is_quiet:
-            self.is_watched = False
-            self._stalls.rest()
+            self._stop_watching()
             self.shard.unwatch(self)
+
+    def _stop_watching(self) -> None:
+        """Nothing is expected of the peer now: what is expected later is something new."""
+        self.is_watched = False
+        for stall in (self._frame_stall, self._message_stall, self._reading_stall):
+            stall.is_waiting = False
 
     @property
     def _is_quiet(self) -> bool:
         """Whether nothing is expected of the other side."""
         return not (
             self._state is not _State.READY
-            or self.calling.num_open
-            or self.serving.num_open
+            or self.num_open
             or self._decoder.is_inside_frame
             or self.outbox.is_paused
         )
@@ -393,19 +406,26 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_quiet:
             self._look(now_s)
             return False
-        self._stalls.rest()
-        if self._stalls.has_heard(self.received_bytes):
+        self._stop_watching()
+        if self._has_heard():
             self.used_at_s = now_s
         elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
             self.leave("the connection was idle.")
-        self.is_watched = False
         return True
 
+    def _has_heard(self) -> bool:
+        """Whether anything has come since the last time this was asked."""
+        seen_bytes, self._seen_bytes = self._seen_bytes, self.received_bytes
+        return seen_bytes != self.received_bytes
+
     def _look(self, now_s: float) -> None:
-        limits, stalls, transport = self.limits, self._stalls, self._transport
+        limits, transport = self.limits, self._transport
         if self._state is _State.CLOSED or transport is None:
             return
-        if stalls.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+        held_bytes = transport.get_write_buffer_size()
+        if self._reading_stall.has_ended(
+            now_s, self.outbox.sent_bytes - held_bytes, is_expected=held_bytes > 0
+        ):
             self._cut_off(LimitExceeded("What it was sent stays unread."))
             self.abort()
             return
@@ -414,7 +434,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if stalls.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
+        if self._seen_frames != self._num_frames:  # the frame that is arriving is another one
+            self._seen_frames = self._num_frames
+            self._frame_stall.is_waiting = False
+        if self._frame_stall.has_ended(now_s, self.received_bytes, is_expected=self._decoder.is_inside_frame):
             self._cut_off(
                 LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
             )
@@ -422,12 +445,13 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.arm_timers()
         self.serving.arm_timers()
         arriving = self.arrivals.ids_with_room()
-        if stalls.has_stalled(now_s, is_expecting=bool(arriving)):
+        if self._message_stall.has_ended(now_s, self._message_bytes, is_expected=bool(arriving)):
+            self._message_stall.is_waiting = False
             error = LimitExceeded("the buffers of this message stopped arriving.")
             for call_id in arriving:
                 self.serving.give_up(call_id, error)
         self.close_when_done()
-        if stalls.has_heard(self.received_bytes) or self.num_open:
+        if self._has_heard() or self.num_open:
             self.used_at_s = now_s
 
     def _cut_off(self, error: ShoalError) -> None:
@@ -475,7 +499,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
             return
         self.peer = Peer(self.peer.address, claimed)
-        self.calling.set_max_calls(head.max_calls)
+        self.calling.slots = CallSlots(self.loop, max(1, min(head.max_calls, self.limits.max_calls)))
         self._peer_max_message_bytes = head.max_message_bytes
         self._decoder.welcome()
         self._state = _State.READY
@@ -486,19 +510,16 @@ class Connection(asyncio.BufferedProtocol):
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
 
-    def _channel(self, call_id: int) -> StreamChannel | None:
-        return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
-
     def _on_item(self, call_id: int, head: MessageHead, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_item(head, body)
 
     def _on_end(self, call_id: int, head: None, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_end()
 
     def _on_window(self, call_id: int, head: WindowHead, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_window(head.size_bytes)
 
     def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
@@ -513,12 +534,17 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class StallTimer:
-    """The time that a peer has left while something is expected of it."""
+    """The time that a peer has left while something is expected of it: a stock of patience, in seconds.
+
+    Time uses it up, bytes bring it back, so that a peer that sends a byte now and then is not taken for a
+    slow one.
+    """
 
     def __init__(self, max_s: float, min_bytes_per_s: int) -> None:
         self._max_s = self._left_s = max_s
         self._min_bytes_per_s = min_bytes_per_s
-        self._is_waiting = False
+        self.is_waiting = False
+        """Whether it counts; set to False when what is expected from now on is something new."""
         self._seen_at_s = 0.0
         self._seen_bytes = 0
 
@@ -527,64 +553,8 @@ class StallTimer:
         elapsed_s = min(now_s - self._seen_at_s, _MAX_ELAPSED_S)
         moved_bytes = num_bytes - self._seen_bytes
         self._seen_at_s, self._seen_bytes = now_s, num_bytes
-        if not is_expected:
-            self.renew()
-        elif not self._is_waiting:  # since when is not known: count from this look on
-            self._is_waiting = True
+        if not (is_expected and self.is_waiting):  # since when is not known: count from this look on
+            self.is_waiting, self._left_s = is_expected, self._max_s
         else:
             self._left_s = min(self._max_s, self._left_s - elapsed_s + moved_bytes / self._min_bytes_per_s)
         return self._left_s < 0
-
-    def renew(self) -> None:
-        """Forget what was: what is expected now is something new."""
-        self._left_s = self._max_s
-        self._is_waiting = False
-
-
-class StallDetector:
-    """Notices a peer that stalls: inside a frame, between parts of a message, or in reading what it is sent.
-
-    It looks about once a second and costs nothing in between. Each rule is a stock of patience, in seconds:
-    time uses it up, bytes bring it back, so that a peer that sends a byte now and then is not taken for a
-    slow one.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.num_frames = 0
-        """Frames that have begun to arrive."""
-        self.message_bytes = 0
-        """Bytes of chunks that found their place."""
-        self._seen_frames = 0
-        self._seen_bytes = 0
-        self._frame = StallTimer(limits.frame_s, limits.min_bytes_per_s)
-        # a sender may have more to do between the parts of a message, and a reader before it reads
-        self._messages = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
-        self._reading = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
-
-    def rest(self) -> None:
-        """Begin anew: nothing is expected of the peer now."""
-        for patience in (self._frame, self._messages, self._reading):
-            patience.renew()
-
-    def is_stuck(self, now_s: float, received_bytes: int, *, is_inside_frame: bool) -> bool:
-        """Whether the frame that is arriving has been for too long."""
-        if self._seen_frames != self.num_frames:
-            self._seen_frames = self.num_frames
-            self._frame.renew()
-        return self._frame.has_ended(now_s, received_bytes, is_expected=is_inside_frame)
-
-    def has_stalled(self, now_s: float, *, is_expecting: bool) -> bool:
-        """Whether the messages for which there is room here have stopped arriving."""
-        if not self._messages.has_ended(now_s, self.message_bytes, is_expected=is_expecting):
-            return False
-        self._messages.renew()
-        return True
-
-    def does_not_read(self, now_s: float, sent_bytes: int, held_bytes: int) -> bool:
-        """Whether the peer lets what it was sent lie: `held_bytes` of it have not left this machine."""
-        return self._reading.has_ended(now_s, sent_bytes - held_bytes, is_expected=held_bytes > 0)
-
-    def has_heard(self, received_bytes: int) -> bool:
-        """Whether anything has come since the last time this was asked."""
-        seen_bytes, self._seen_bytes = self._seen_bytes, received_bytes
-        return seen_bytes != received_bytes

@@ -1,6 +1,6 @@
 """The callee's side of a connection: calls that are being received, served and answered.
 
-Longer than other files: every way in which a call can end frees the same things, best seen in one place.
+Every way in which a call can end frees the same things, in `Serving._finish`.
 """
 
 from __future__ import annotations
@@ -82,18 +82,13 @@ class Serving:
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
         self._clock = connection.shard.clock
-        self._calls: dict[int, ServedCall] = {}
+        self.calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
         self._max_message_bytes = connection.limits.max_message_bytes
         self._max_head_bytes = connection.limits.max_head_bytes
         self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
         self.last_call_id = 0
-
-    @property
-    def num_open(self) -> int:
-        """Calls that have not been answered to the end."""
-        return len(self._calls)
 
     def on_request(self, call_id: int, wire: RequestHead, body: memoryview) -> None:
         """A request has come, or begins to arrive when its buffers are large."""
@@ -129,18 +124,13 @@ class Serving:
 
     def on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
         """The caller no longer wants the answer."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is not None:
             self._abandon(call)
 
-    def channel_of(self, call_id: int) -> StreamChannel | None:
-        """The channel of a call, while it is served."""
-        call = self._calls.get(call_id)
-        return call.channel if call is not None else None
-
     def reserve(self, call_id: int, size_bytes: int) -> bool:
         """Room for an item that is larger than its channel's window; ends the channel when there is none."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is None:  # this side is the caller: what it asked for is its own affair
             return True
         more_bytes = max(0, size_bytes - call.held_bytes)
@@ -152,22 +142,22 @@ class Serving:
 
     def give_up(self, call_id: int, error: ShoalError) -> None:
         """End a call from this side and tell the caller why."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is not None:
             self._send_error(call_id, error)
             self._abandon(call)
 
     def abandon_all(self) -> None:
         """The connection has ended: end every handler, oldest first."""
-        for call in tuple(self._calls.values()):
+        for call in tuple(self.calls.values()):
             self._abandon(call)
 
     def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         connection = self._connection
-        if len(self._calls) >= self._max_calls:
+        if len(self.calls) >= self._max_calls:
             raise PeerBusy(
-                f"{len(self._calls)} calls of yours are open here already.",
+                f"{len(self.calls)} calls of yours are open here already.",
                 next_step="wait for answers, then try again.",
             )
         if connection.outbox.waiting_bytes > self._max_waiting_bytes:
@@ -233,15 +223,15 @@ class Serving:
         call = ServedCall(call_id, route, head, mode)
         if mode == _CHANNEL:  # the caller may send its window before this side has room to begin
             call.final = connection.loop.create_future()
-            call.channel = StreamChannel(connection, call_id, call.final)
-        self._calls[call_id] = call
+            call.channel = connection.channels[call_id] = StreamChannel(connection, call_id, call.final)
+        self.calls[call_id] = call
         if (remaining_s := head.deadline.remaining_s) < TIMER_S:
             call.timer = connection.loop.call_later(remaining_s, self._expire, call)
         return call
 
     def arm_timers(self) -> None:
         """Set a timer for each call whose deadline is near; called about once a second."""
-        for call in tuple(self._calls.values()):
+        for call in tuple(self.calls.values()):
             if call.timer is None and (remaining_s := call.head.deadline.remaining_s) < TIMER_S:
                 call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
 
@@ -403,7 +393,9 @@ class Serving:
         if call.is_over:
             return
         call.is_over = True
-        self._calls.pop(call.id, None)
+        self.calls.pop(call.id, None)
+        if call.channel is not None:
+            self._connection.channels.pop(call.id, None)
         if call.timer is not None:
             call.timer.cancel()
         if call.final is not None and not call.final.done():

@@ -210,8 +210,8 @@ class StreamTransport(Transport):
                 connection = await self._connect(peer, deadline)
             calling = connection.calling
             try:
-                if calling.is_full:
-                    await calling.wait_for_place(method, deadline)
+                if not calling.slots.try_take():
+                    await calling.wait_for_slot(method, deadline)
                 call = calling.begin(method, payload, buffers, deadline, into, Mode.CALL)
                 try:
                     return await call.answer
@@ -248,12 +248,12 @@ class StreamTransport(Transport):
         """Begin a conversation; leaving the block before the end cancels it."""
         connection = await self._connect(peer, deadline)
         try:
-            if connection.calling.is_full:
-                await connection.calling.wait_for_place(method, deadline)
+            if not connection.calling.slots.try_take():
+                await connection.calling.wait_for_slot(method, deadline)
             call = connection.calling.begin(method, payload, (), deadline, None, Mode.CHANNEL)
         except ConnectionRetired:
             raise connection.error_for(method) from None
-        call.channel = StreamChannel(connection, call.id, call.answer)
+        call.channel = connection.channels[call.id] = StreamChannel(connection, call.id, call.answer)
         call.channel.open_window()
         try:
             yield call.channel
