@@ -11,14 +11,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
 from shoal.core import Address, Deadline, Peer, PeerError, PeerRefused, UsageError
 from shoal.transport.frames import encode
-from shoal.transport.memory import byte_view
+from shoal.transport.memory import BufferPool, byte_view, fill
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,6 +57,9 @@ EMPTY_REPLY = Reply()
 Allocate = Callable[[Head], "Sequence[Buffer]"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
 
+Into = Sequence[Any] | Allocate | None
+"""Where a message's buffers should go: memory, what picks it, or None for memory of the transport's."""
+
 Serve = Callable[[Head, Sequence[memoryview]], Awaitable[Reply | None] | Reply | None]
 """Answers a call. A plain function runs on the loop's thread itself and must not block.
 
@@ -88,23 +90,31 @@ class Channel(Protocol):
         """For the caller: wait for the reply that ends the channel."""
 
 
-class Transport(Protocol):
-    """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
+class Answers(Protocol):
+    """What has methods that others call. Handlers are set before it listens."""
 
-    Handlers are set before `listen`. A handler whose caller has gone, cancelled or run out of time is
-    cancelled, and what the call held is freed on both sides.
-    """
-
-    async def listen(self, address: Address) -> Address:
-        """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
+    routes: Routes
 
     def handle(
         self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
     ) -> None:
         """Answer calls of this method; payloads that are not of `payload_type` are refused."""
+        self.routes.add(method, serve, allocate, payload_type)
 
     def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method."""
+        """Answer channels of this method, which come over streams."""
+        self.routes.add_channel(method, serve, payload_type)
+
+
+class Transport(Answers, Protocol):
+    """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
+
+    A handler whose caller has gone, cancelled or run out of time is cancelled, and what the call held is
+    freed on both sides.
+    """
+
+    async def listen(self, address: Address) -> Address:
+        """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
 
     async def call(
         self,
@@ -143,15 +153,13 @@ class Transport(Protocol):
     async def __aenter__(self) -> Self:
         """Begin to work on the running loop."""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """End every call and close every connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The handler of one method, and how its payload is read."""
+    """The handler of one method, of calls or of channels, and how its payload is read."""
 
     serve: Serve | None
     serve_channel: ServeChannel | None
@@ -224,6 +232,22 @@ def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview
         raise UsageError(
             "The memory given for a message is read-only.", next_step="give a bytearray or writable array."
         )
+    return views
+
+
+def memory_for(head: Head, given: Into, pool: BufferPool) -> list[memoryview]:
+    """Memory for a message's buffers: what was given for it, or the pool's."""
+    if given is None:
+        return pool.allocate_all(head.sizes)
+    return fitting_views(given(head) if callable(given) else given, head.sizes)
+
+
+def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> list[memoryview]:
+    """The same for a message that is here: memory that holds the bytes of `body`."""
+    if given is None:
+        return pool.copy_in(head.sizes, body)
+    views = memory_for(head, given, pool)
+    fill(views, body)
     return views
 
 

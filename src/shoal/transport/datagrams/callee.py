@@ -28,10 +28,9 @@ from shoal.core import (
     UsageError,
 )
 from shoal.transport.datagrams import wire
-from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_at
+from shoal.transport.datagrams.sessions import Session, peer_at
 from shoal.transport.datagrams.wire import SocketAddress
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
-from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
     EMPTY_REPLY,
     Head,
@@ -40,7 +39,7 @@ from shoal.transport.messages import (
     byte_views,
     checked_reply,
     encode_head,
-    fitting_views,
+    received,
     release,
 )
 
@@ -86,12 +85,6 @@ class CalleeSession(Session):
         self.hello_nonce = b""
         self._oldest_open = 0
         """Calls before this one are of no interest to their caller."""
-        self._running: dict[int, ServedDatagram] = {}
-
-    @property
-    def num_open(self) -> int:
-        """The number of handlers that run."""
-        return len(self._running)
 
     @property
     def is_settled(self) -> bool:
@@ -113,14 +106,15 @@ class CalleeSession(Session):
         self.used_at_s = self.transport.loop.time()
         if frames.oldest > self._oldest_open:
             self._oldest_open = frames.oldest
-            if self._running:
-                self._cancel_before(frames.oldest)
+            for call in tuple(self.calls.values()):  # nobody waits for it; the frame that says so was lost
+                if call.id < frames.oldest and not call.is_one_way:
+                    self._cancel(call)
         for frame in frames.frames:
             if type(frame) is wire.Request:
                 self._on_request(frame, len(packet))
             elif type(frame) is wire.Cancel:
-                if frame.id in self._running:
-                    self._cancel(self._running[frame.id])
+                if frame.id in self.calls:
+                    self._cancel(self.calls[frame.id])
             elif type(frame) is wire.Goodbye:
                 self.transport.drop(self, "its caller has left.")
                 return
@@ -128,14 +122,14 @@ class CalleeSession(Session):
     def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every handler, oldest first."""
         self.is_open = False
-        for call in tuple(self._running.values()):
+        for call in tuple(self.calls.values()):
             self._cancel(call)
 
     # --- requests ---
 
     def _on_request(self, frame: wire.Request, packet_bytes: int) -> None:
         call_id = frame.id
-        if call_id in self._running:
+        if call_id in self.calls:
             self.transport.stats.duplicates += 1
             self.queue(encode(wire.Working(call_id)))
             return
@@ -144,7 +138,10 @@ class CalleeSession(Session):
             return
         try:
             route, head = self._accept(frame)
-            buffers = _memory_for(route, head, frame.buffers, self.transport.pool) if frame.buffers else ()
+            buffers: Sequence[memoryview] = ()
+            if frame.buffers:
+                body = memoryview(b"".join(frame.buffers))
+                buffers = received(head, route.allocate, self.transport.pool, body)
             reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
             later = reply if isinstance(reply, asyncio.Future) else None
             if later is not None or not route.is_plain_function:
@@ -163,8 +160,8 @@ class CalleeSession(Session):
     def _accept(self, frame: wire.Request) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         transport = self.transport
-        if len(self._running) >= transport.limits.max_calls:
-            raise _too_many()
+        if len(self.calls) >= transport.limits.max_calls:
+            raise PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
         route = transport.routes.find(frame.method)
         if route.serve is None:
             raise PeerRefused(
@@ -201,7 +198,7 @@ class CalleeSession(Session):
             if later is not None:
                 later.cancel()
             raise PeerBusy("too many calls are being served already.", next_step=_LATER)
-        self._running[call.id] = call
+        self.calls[call.id] = call
         if timeout_ms > 0:
             call.timer = transport.loop.call_later(timeout_ms / 1000, self._expire, call)
         if later is None:
@@ -250,12 +247,6 @@ class CalleeSession(Session):
         elif not call.is_one_way:
             self._answer(call.id, call.head.method, outcome)
 
-    def _cancel_before(self, oldest: int) -> None:
-        """End the handlers of calls that nobody waits for; the frame that says so may have been lost."""
-        for call in tuple(self._running.values()):
-            if call.id < oldest and not call.is_one_way:
-                self._cancel(call)
-
     def _cancel(self, call: ServedDatagram) -> None:
         self._finish(call)
         if call.work is not None:
@@ -264,7 +255,7 @@ class CalleeSession(Session):
     def _finish(self, call: ServedDatagram) -> None:
         """Free what a call holds."""
         call.is_over = True
-        self._running.pop(call.id, None)
+        self.calls.pop(call.id, None)
         call.buffers = ()
         if call.timer is not None:
             call.timer.cancel()
@@ -323,18 +314,5 @@ class CalleeSession(Session):
             self.queue(part)
 
 
-def _too_many() -> PeerBusy:
-    return PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
-
-
 def _cancelled() -> PeerBusy:
     return PeerBusy("the handler was cancelled.", next_step="try again.")
-
-
-def _memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: BufferPool) -> Sequence[memoryview]:
-    """The same bytes where a handler wants them."""
-    if route.allocate is None:
-        return copy_in(pool, buffers)
-    views = fitting_views(route.allocate(head), head.sizes)
-    fill_all(views, buffers)
-    return views

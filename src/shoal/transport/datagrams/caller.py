@@ -9,7 +9,7 @@ import asyncio
 import enum
 import heapq
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,12 +19,10 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerError,
-    PeerId,
     PeerLost,
     PeerRefused,
     ProtocolError,
     ShoalError,
-    VersionMismatch,
 )
 from shoal.core.scope import settle
 from shoal.transport.datagrams import wire
@@ -35,13 +33,11 @@ from shoal.transport.datagrams.sessions import (
     BareSeal,
     RoundTrips,
     Session,
-    copy_in,
-    fill_all,
 )
 from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
 from shoal.transport.limits import CallSlots
-from shoal.transport.messages import Head, Reply, fitting_views
+from shoal.transport.messages import Head, Reply, received
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -142,12 +138,6 @@ class CallerSession(Session):
         self.greeted_at_s = 0.0
         self._greets_at_s = 0.0
         self._next_id = 1
-        self.pending: dict[int, PendingDatagram] = {}
-
-    @property
-    def num_open(self) -> int:
-        """Calls that wait for an answer."""
-        return len(self.pending)
 
     @property
     def is_settled(self) -> bool:
@@ -165,7 +155,7 @@ class CallerSession(Session):
         """No welcome has come in time: greet again, as long as somebody waits for it."""
         if now_s < self._greets_at_s:
             return  # it has greeted since
-        if not self.pending and all(waiter.done() for waiter in self.waiters):
+        if not self.calls and all(waiter.done() for waiter in self.waiters):
             self.close("nobody waits for it.")
             return
         if self.num_hellos:
@@ -196,7 +186,7 @@ class CallerSession(Session):
         self.begin(seal, their_id)
         self.token = token
         max_calls = max(1, min(max_calls, self.transport.limits.max_calls))
-        self.slots = CallSlots(self.transport.loop, max_calls - len(self.pending))
+        self.slots = CallSlots(self.transport.loop, max_calls - len(self.calls))
         self.state = CallerState.READY
         now_s = self.transport.loop.time()
         if self.num_hellos == 1:
@@ -205,7 +195,7 @@ class CallerSession(Session):
             if not waiter.done():
                 waiter.set_result(None)
         self.waiters.clear()
-        for call in self.pending.values():  # of an earlier session
+        for call in self.calls.values():  # of an earlier session
             call.sent_at_s = now_s
             self.queue(call.frame)
 
@@ -213,9 +203,9 @@ class CallerSession(Session):
         """Go on for a session that the other side does not know any more: its calls are made again."""
         self.round_trips = earlier.round_trips
         self.waiters, earlier.waiters = earlier.waiters, []
-        self.pending, earlier.pending = earlier.pending, {}
+        self.calls, earlier.calls = earlier.calls, {}
         self._next_id = earlier._next_id
-        for call in self.pending.values():
+        for call in self.calls.values():
             call.caller = self
 
     # --- calls ---
@@ -234,7 +224,7 @@ class CallerSession(Session):
         call = PendingDatagram(
             call_id, self, method, frame, into, deadline, expires_at_s, loop.create_future(), now_s, wait_s
         )
-        self.pending[call_id] = call
+        self.calls[call_id] = call
         self.queue(frame)
         transport.timers.set(min(expires_at_s, now_s + wait_s), call)
         self.used_at_s = now_s
@@ -242,7 +232,7 @@ class CallerSession(Session):
 
     def end(self, call: PendingDatagram) -> None:
         """Forget a call; one that was not answered is cancelled at the peer."""
-        if self.pending.pop(call.id, None) is None:
+        if self.calls.pop(call.id, None) is None:
             return
         if call.is_in_window:
             self._leave_window(call)
@@ -251,7 +241,7 @@ class CallerSession(Session):
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
         self.slots.give_back()
-        if self.state is CallerState.RETIRED and not self.pending:
+        if self.state is CallerState.RETIRED and not self.calls:
             self.flush()  # its cancellation
             self.close("its last call has ended.")
 
@@ -284,7 +274,7 @@ class CallerSession(Session):
         self.transport.window.give_back()
 
     def _oldest(self) -> int:
-        for call_id in self.pending:
+        for call_id in self.calls:
             return call_id
         return self._next_id
 
@@ -316,7 +306,7 @@ class CallerSession(Session):
     def _on_outcome(
         self, frame: wire.Answer | wire.Failure | wire.AnswerPart | wire.Working | wire.TooLarge
     ) -> None:
-        call = self.pending.get(frame.id)
+        call = self.calls.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
             return
@@ -357,30 +347,22 @@ class CallerSession(Session):
         """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
         if isinstance(outcome, wire.Failure):
-            head = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
-            call.answer.set_exception(from_wire(head, self.peer, call.method))
+            why = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
+            call.answer.set_exception(from_wire(why, self.peer, call.method))
             return
         try:
             reply = Reply(decode_payload(outcome.payload))
             if outcome.buffers or call.into is not None:
-                reply.buffers = self._take_in(call, reply.payload, outcome.buffers)
+                sizes = [len(buffer) for buffer in outcome.buffers]
+                self.transport.limits.check_sizes(sizes)
+                head = Head(call.method, reply.payload, sizes, self.peer, call.deadline)
+                body = memoryview(b"".join(outcome.buffers))
+                reply.buffers = received(head, call.into, self.transport.pool, body)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
             is_unreadable = isinstance(error, UNREADABLE) and not isinstance(error, ShoalError)
             call.answer.set_exception(self._unreadable(call, error) if is_unreadable else error)
         else:
             call.answer.set_result(reply)
-
-    def _take_in(self, call: PendingDatagram, payload: Any, buffers: list[bytes]) -> list[memoryview]:
-        sizes = [len(buffer) for buffer in buffers]
-        self.transport.limits.check_sizes(sizes)
-        given = call.into
-        if given is None:
-            return copy_in(self.transport.pool, buffers)
-        if callable(given):
-            given = given(Head(call.method, payload, sizes, self.peer, call.deadline))
-        views = fitting_views(given or (), sizes)
-        fill_all(views, buffers)
-        return views
 
     def _unreadable(self, call: PendingDatagram, error: Exception) -> ProtocolError:
         return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
@@ -391,7 +373,7 @@ class CallerSession(Session):
             self.transport.on_bad_packet(self.peer, "a challenge that does not follow the protocol.")
         elif frame.token != self.token:
             self.token = frame.token
-            for call in self.pending.values():
+            for call in self.calls.values():
                 call.num_sends += 1
                 self.queue(call.frame)
 
@@ -404,7 +386,7 @@ class CallerSession(Session):
         for waiter in self.waiters:
             settle(waiter, error)
         self.waiters.clear()
-        for call in tuple(self.pending.values()):
+        for call in tuple(self.calls.values()):
             settle(call.answer, error)
         self.slots.let_all_in()
         self.transport.on_retired(self)
@@ -414,13 +396,13 @@ class CallerSession(Session):
         if self.state is CallerState.READY:
             self.state = CallerState.RETIRED
             self.transport.on_retired(self)
-            if not self.pending:
+            if not self.calls:
                 self.close("another session has taken its place.")
 
     def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every call, oldest first."""
         kind = _ENDINGS.get(code, PeerLost)
-        for call in self.pending.values():
+        for call in self.calls.values():
             what = f"{call.method} at {self.peer}: the session ended."
             settle(call.answer, kind(what, peer=self.peer, cause=reason))
         self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
@@ -448,36 +430,8 @@ def no_welcome(peer: Peer) -> DeadlineExceeded:
     )
 
 
-def other_peer(target: Peer, peer_id: PeerId | None) -> PeerRefused:
-    """The error for a target whose address another peer has."""
-    other = peer_id.short if peer_id else "nobody in particular"
-    expected = target.id.short if target.id else "nobody in particular"
-    return PeerRefused(
-        f"The peer at {target.address} is {other}, not {expected}.",
-        peer=target,
-        cause="another peer has taken that address.",
-        next_step="look the peer up again.",
-    )
-
-
-def other_version(peer: Peer, version: int) -> VersionMismatch:
-    """The error for a peer that cannot be understood."""
-    return VersionMismatch(
-        f"{peer} speaks another version of the datagram protocol ({version}) than this "
-        f"peer ({wire.VERSION}).",
-        next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
-    )
-
-
-class Timed(Protocol):
-    """Somebody who wants to be woken, unless it is over by then."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody is to be woken any more."""
-
-    def on_timer(self, now_s: float) -> None:
-        """The time has come."""
+Timed = PendingDatagram | CallerSession
+"""What wants to be woken, by its `on_timer`, unless it `is_over` by then."""
 
 
 class Timers:

@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shoal.core import Peer, PeerId, PeerRefused
+from shoal.core import Peer, PeerId, PeerRefused, VersionMismatch
 from shoal.core.ids import ID_BYTES
 from shoal.core.limits import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.callee import CalleeSession
-from shoal.transport.datagrams.caller import CallerSession, CallerState, other_peer, other_version
+from shoal.transport.datagrams.caller import CallerSession, CallerState
 from shoal.transport.datagrams.sessions import (
     TOKEN_BYTES,
     AddressTokens,
@@ -156,7 +156,15 @@ class Handshakes:
         target = caller.target
         peer = Peer(target.address, peer_id)
         if target.id is not None and peer_id != target.id:
-            caller.refuse(other_peer(target, peer_id))
+            other = peer_id.short if peer_id else "nobody in particular"
+            caller.refuse(
+                PeerRefused(
+                    f"The peer at {target.address} is {other}, not {target.id.short}.",
+                    peer=target,
+                    cause="another peer has taken that address.",
+                    next_step="look the peer up again.",
+                )
+            )
             return
         if not is_allowed(self._transport.access, peer_id):
             self._transport.complain_once("asked nothing", peer, DENIED)
@@ -290,7 +298,14 @@ class Handshakes:
         if packet[3] == wire.Kind.VERSION:
             for caller in tuple(self._greeting.values()):
                 if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
-                    caller.refuse(other_version(caller.target, version))
+                    caller.refuse(
+                        VersionMismatch(
+                            f"{caller.target} speaks another version of the datagram protocol ({version}) "
+                            f"than this peer ({wire.VERSION}).",
+                            next_step="install the same Shoal version on both sides; `shoal --version` "
+                            "tells it.",
+                        )
+                    )
             return
         transport.complain_once(
             "refused a packet", peer_at(where), f"it speaks version {version}, not {wire.VERSION}."
@@ -411,7 +426,10 @@ class HandshakeCodec:
 
     def verified(self, greeting: Greeting) -> PeerId | None:
         """Who greets; UnreadablePacket when it is not whom it claims to be."""
-        return self._check(greeting.kind, greeting.envelope)
+        who = greeting.envelope.who
+        if len(who) not in (0, ID_BYTES):
+            raise UnreadablePacket("a greeting with a peer id of the wrong length.")
+        return PeerId(who) if who else None
 
     def session_seal(
         self, theirs: wire.Hello | wire.Welcome, their_id: PeerId | None, my_salt: bytes
@@ -429,11 +447,6 @@ class HandshakeCodec:
 
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return (self.peer_id.digest if self.peer_id else b""), b""
-
-    def _check(self, kind: int, envelope: wire.Envelope) -> PeerId | None:
-        if len(envelope.who) not in (0, ID_BYTES):
-            raise UnreadablePacket("a greeting with a peer id of the wrong length.")
-        return PeerId(envelope.who) if envelope.who else None
 
     def _seal(self, header: bytes, envelope: bytes) -> bytes:
         return header + envelope
@@ -495,10 +508,12 @@ class SealedHandshakeCodec(HandshakeCodec):
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return self._public_key, self._membership.identity.sign(_signed_text(kind, content))
 
-    def _check(self, kind: int, envelope: wire.Envelope) -> PeerId | None:
+    def verified(self, greeting: Greeting) -> PeerId | None:
+        """Who has signed it; UnreadablePacket when that is not whom it names."""
+        envelope = greeting.envelope
         try:
             key = Ed25519PublicKey.from_public_bytes(envelope.who)
-            key.verify(envelope.signature, _signed_text(kind, envelope.body))
+            key.verify(envelope.signature, _signed_text(greeting.kind, envelope.body))
         except (InvalidSignature, ValueError):
             raise UnreadablePacket("a greeting whose signature is not of the peer that it names.") from None
         return PeerId.of_public_key(envelope.who)

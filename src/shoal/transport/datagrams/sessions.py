@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -21,7 +20,6 @@ from shoal.core import Address, Peer
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import encode
-from shoal.transport.memory import BufferPool
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -106,7 +104,10 @@ class Session:
         self.seal: BareSeal | None = None
         """None until both have greeted."""
         self._prefix = b""
-        self._counter = 0
+        self.calls: dict[int, Any] = {}
+        """Those under way: the caller's wait for an answer, the callee's have a handler that runs."""
+        self.num_sent = 0
+        """Packets sent so far: counters below this were used."""
         self._frames: list[bytes] = []
         self._frames_bytes = 0
 
@@ -119,17 +120,12 @@ class Session:
     @property
     def num_open(self) -> int:
         """The number of calls under way."""
-        raise NotImplementedError
+        return len(self.calls)
 
     @property
     def is_settled(self) -> bool:
         """Whether both sides know each other, and where."""
         raise NotImplementedError
-
-    @property
-    def num_sent(self) -> int:
-        """Packets sent so far: counters below this were used."""
-        return self._counter
 
     def queue(self, frame: bytes) -> None:
         """Send a frame with the others of this turn of the loop."""
@@ -158,8 +154,8 @@ class Session:
         """A packet with these frames; UnreadablePacket before the greetings."""
         if self.seal is None:
             raise UnreadablePacket("no keys yet.")
-        header = self._prefix + wire.COUNTER.pack(self._counter)
-        self._counter += 1
+        header = self._prefix + wire.COUNTER.pack(self.num_sent)
+        self.num_sent += 1
         return self.seal.seal(header, wire.encode_frames(self._oldest(), frames, self._min_content_bytes))
 
     def _oldest(self) -> int:
@@ -282,18 +278,3 @@ class AddressTokens:
     def _token(self, where: SocketAddress, session_id: bytes, bucket: int) -> bytes:
         text = b"%d:%s:%s" % (bucket, session_id, repr(where[:2]).encode())
         return hashlib.blake2b(text, key=self._key, digest_size=TOKEN_BYTES, person=b"shoal address").digest()
-
-
-def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
-    """The same bytes in aligned memory."""
-    if len(buffers) == 1:
-        return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
-    views = pool.allocate_all([len(buffer) for buffer in buffers])
-    fill_all(views, buffers)
-    return views
-
-
-def fill_all(views: Sequence[memoryview], buffers: Sequence[bytes]) -> None:
-    """Copy each buffer to its place."""
-    for view, buffer in zip(views, buffers, strict=True):
-        view[:] = buffer

@@ -8,7 +8,6 @@ import logging
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import (
@@ -45,8 +44,6 @@ from shoal.transport.messages import (
     Channel,
     Reply,
     Routes,
-    Serve,
-    ServeChannel,
     Transport,
     byte_views,
     encode_head,
@@ -78,7 +75,7 @@ _REQUEST_TOO_LARGE = "its request does not fit into a datagram"
 _CLOSING_S = 1.0  # for what the system had no room for
 
 
-class DatagramTransport:
+class DatagramTransport(Transport):
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
     A call whose request does not fit into a datagram, or whose answer not into a few, goes over `streams` to
@@ -139,9 +136,7 @@ class DatagramTransport:
         await self._closing.enter_async_context(self._opened())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._closing.aclose()
 
     @property
@@ -161,16 +156,6 @@ class DatagramTransport:
         return caller.peer.id if caller is not None and caller.state is CallerState.READY else None
 
     # --- answering ---
-
-    def handle(
-        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
-    ) -> None:
-        """Answer calls of this method; payloads that are not of `payload_type` are refused."""
-        self.routes.add(method, serve, allocate, payload_type)
-
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method, which come over streams."""
-        self.routes.add_channel(method, serve, payload_type)
 
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
@@ -660,10 +645,3 @@ class DatagramSocket(asyncio.DatagramProtocol):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSING_S):
                     await self._closed.wait()
-
-
-if TYPE_CHECKING:
-
-    def _is_a_transport(datagrams: DatagramTransport) -> Transport:
-        """Held by mypy: what this file makes is what `messages` promises."""
-        return datagrams

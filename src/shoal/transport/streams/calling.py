@@ -30,14 +30,11 @@ from shoal.transport.frames import (
     from_wire,
 )
 from shoal.transport.limits import CallSlots
-from shoal.transport.messages import Allocate, Head, Reply, byte_views, encode_head, fitting_views
+from shoal.transport.messages import Head, Into, Reply, byte_views, encode_head, memory_for
 
 if TYPE_CHECKING:
     from shoal.transport.streams.channel import StreamChannel
     from shoal.transport.streams.connection import Connection
-
-Into = Sequence[Any] | Allocate | None
-
 
 TIMER_S = 2.5
 """Most calls end long before their deadline: only those nearer than this get a timer of the loop."""
@@ -109,14 +106,12 @@ class Calling:
                 and len(body) <= self._max_message_bytes
                 and connection.arrivals.is_plain(head.sizes, body)
             ):
-                reply.buffers = connection.pool.copy_in(head.sizes, body)
+                reply.buffers = connection.pool.copy_in(head.sizes, body) if head.sizes else []
                 _settle(call, reply)
                 return
             connection.check_sizes(head.sizes)
-            if call.into is None:
-                reply.buffers = connection.pool.allocate_all(head.sizes)
-            else:
-                reply.buffers = self._memory_for(call, reply.payload, head.sizes)
+            about = Head(call.method, reply.payload, head.sizes, connection.peer, call.deadline)
+            reply.buffers = memory_for(about, call.into, connection.pool)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
             call.answer.set_exception(self._unusable(call, error))
             return
@@ -254,12 +249,6 @@ class Calling:
                 f"{method} at {self._connection.peer} could not be sent before its deadline.",
                 cause=f"{len(self.pending)} calls to this peer are open already.",
             )
-
-    def _memory_for(self, call: PendingCall, payload: Any, sizes: Sequence[int]) -> list[memoryview]:
-        given = call.into
-        if callable(given):
-            given = given(Head(call.method, payload, sizes, self._connection.peer, call.deadline))
-        return fitting_views(given or (), sizes)
 
     def _unusable(self, call: PendingCall, error: Exception) -> Exception:
         if isinstance(error, ShoalError) or not isinstance(error, UNREADABLE):

@@ -322,8 +322,8 @@ class Arrivals:
         on_complete()
 
     def is_plain(self, sizes: Sequence[int], body: memoryview) -> bool:
-        """Whether a message is nothing but the one buffer that came along: the quick case of `receive`."""
-        return len(sizes) == 1 and sizes[0] == len(body) and not self._assemblies
+        """Whether a message has one buffer, which came along, or none: the quick case of `receive`."""
+        return len(sizes) < 2 and len(body) == (sizes[0] if sizes else 0) and not self._assemblies
 
     def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
         """Expect a message for which there is no room yet; see `make_room`."""

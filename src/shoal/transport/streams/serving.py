@@ -42,7 +42,7 @@ from shoal.transport.messages import (
     byte_views,
     checked_reply,
     encode_head,
-    fitting_views,
+    memory_for,
     release,
 )
 from shoal.transport.streams.calling import TIMER_S
@@ -190,9 +190,11 @@ class Serving:
         try:
             connection = self._connection
             if route.allocate is None and connection.arrivals.is_plain(head.sizes, body):
-                buffers: Sequence[memoryview] = connection.pool.copy_in(head.sizes, body)
+                buffers: Sequence[memoryview] = (
+                    connection.pool.copy_in(head.sizes, body) if head.sizes else ()
+                )
             else:
-                buffers = self._memory_for(route, head) if head.sizes else ()
+                buffers = memory_for(head, route.allocate, connection.pool) if head.sizes else ()
                 connection.arrivals.receive(call_id, buffers, body, _nothing)
             reply = route.serve(head, buffers)  # type: ignore[misc]
             if isinstance(reply, asyncio.Future):
@@ -274,16 +276,11 @@ class Serving:
 
     def _allocate(self, call: ServedCall) -> bool:
         try:
-            call.buffers = self._memory_for(call.route, call.head)
+            call.buffers = memory_for(call.head, call.route.allocate, self._connection.pool)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
             self._fail(call, error)
             return False
         return True
-
-    def _memory_for(self, route: Route, head: Head) -> Sequence[memoryview]:
-        if route.allocate is None:
-            return self._connection.pool.allocate_all(head.sizes)
-        return fitting_views(route.allocate(head), head.sizes)
 
     def _start(self, call: ServedCall) -> None:
         """Everything has arrived: run the handler."""

@@ -8,7 +8,6 @@ import functools
 import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.core import (
@@ -27,7 +26,7 @@ from shoal.core.scope import settle
 from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Allocate, Channel, Reply, Routes, Serve, ServeChannel, Transport
+from shoal.transport.messages import Allocate, Channel, Reply, Routes, Transport
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calling import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
@@ -116,9 +115,7 @@ class StreamTransport(Transport):
         self._is_open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._is_open = False
         await self._closing.aclose()
 
@@ -133,16 +130,6 @@ class StreamTransport(Transport):
         return sum(connection.num_open for shard in self._shards for connection in tuple(shard.connections))
 
     # --- answering ---
-
-    def handle(
-        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
-    ) -> None:
-        """Answer calls of this method; payloads that are not of `payload_type` are refused."""
-        self.routes.add(method, serve, allocate, payload_type)
-
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method."""
-        self.routes.add_channel(method, serve, payload_type)
 
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
