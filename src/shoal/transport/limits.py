@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, UsageError
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, ProtocolError, UsageError
 from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -61,7 +60,9 @@ class Limits:
             )
 
     def check_sizes(self, sizes: Sequence[int]) -> None:
-        """LimitExceeded when a message's buffers are more than this peer takes."""
+        """LimitExceeded when a message's buffers are more than this peer takes, ProtocolError below zero."""
+        if sizes and min(sizes) < 0:
+            raise ProtocolError("A message announced a buffer of negative size.")
         total_bytes = sum(sizes)
         if total_bytes > self.max_message_bytes or len(sizes) > self.max_buffers:
             raise LimitExceeded(
@@ -82,9 +83,7 @@ class ByteBudget:
         self.max_bytes = max_bytes
         self._spare_bytes = spare_bytes
         self._used_bytes = 0
-        self._waiting: collections.OrderedDict[object, tuple[int, Callable[[], None]]] = (
-            collections.OrderedDict()
-        )
+        self._waiting: dict[object, tuple[int, Callable[[], None]]] = {}  # in order of asking
         self._lock = threading.Lock()
 
     @property
@@ -105,39 +104,35 @@ class ByteBudget:
         """Wait for bytes; whoever gives some back calls `when_granted` once these are taken."""
         with self._lock:
             self._waiting[ticket] = (size_bytes, when_granted)
-            granted = self._grant()
-        for grant in granted:
-            grant()
+        self._grant()
 
     def leave_queue(self, ticket: object) -> bool:
         """Stop waiting; False when it did not wait (any more) and so holds its bytes."""
         with self._lock:
             was_waiting = self._waiting.pop(ticket, None) is not None
-            granted = self._grant()
-        for when_granted in granted:
-            when_granted()
+        self._grant()
         return was_waiting
 
     def give_back(self, size_bytes: int) -> None:
         """Return bytes that were taken."""
         with self._lock:
             self._used_bytes -= size_bytes
-            if not self._waiting:
-                return
-            granted = self._grant()
+        if self._waiting:
+            self._grant()
+
+    def _grant(self) -> None:
+        """Take the bytes of those who are first in line, as far as there are as many, and tell them."""
+        granted = []
+        with self._lock:
+            while self._waiting:
+                ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
+                if self._used_bytes + size_bytes > self.max_bytes:
+                    break
+                del self._waiting[ticket]
+                self._used_bytes += size_bytes
+                granted.append(when_granted)
         for when_granted in granted:
             when_granted()
-
-    def _grant(self) -> list[Callable[[], None]]:
-        granted = []
-        while self._waiting:
-            ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
-            if self._used_bytes + size_bytes > self.max_bytes:
-                break
-            del self._waiting[ticket]
-            self._used_bytes += size_bytes
-            granted.append(when_granted)
-        return granted
 
 
 class CallSlots:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from shoal.core import Address, Deadline, Peer, PeerError, PeerRefused, UsageError
+from shoal.core import Address, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
 from shoal.transport.frames import encode
 from shoal.transport.memory import BufferPool, byte_view, fill
 
@@ -57,6 +57,11 @@ EMPTY_REPLY = Reply()
 Allocate = Callable[[Head], "Sequence[Buffer]"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
 
+Target = Peer | Address
+"""Whom to ask: a peer, whose id is checked where it has one, or whoever is at an address."""
+
+Buffers = Sequence["Buffer"]
+
 Into = Sequence[Any] | Allocate | None
 """Where a message's buffers should go: memory, what picks it, or None for memory of the transport's."""
 
@@ -74,7 +79,7 @@ ServeChannel = Callable[[Head, "Channel"], Awaitable[Reply | None]]
 class Channel(Protocol):
     """A conversation inside one call: items both ways, each way in order, each with back-pressure."""
 
-    async def send(self, payload: Any = None, buffers: Sequence[Buffer] = ()) -> None:
+    async def send(self, payload: Any = None, buffers: Buffers = ()) -> None:
         """Send an item; returns when its buffers may be changed again."""
 
     async def end(self) -> None:
@@ -118,13 +123,13 @@ class Transport(Answers, Protocol):
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given.
 
@@ -132,13 +137,7 @@ class Transport(Answers, Protocol):
         """
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; returns when the buffers may be changed again.
 
@@ -146,7 +145,7 @@ class Transport(Answers, Protocol):
         """
 
     def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> AbstractAsyncContextManager[Channel]:
         """Begin a conversation; leaving the block before the end cancels it."""
 
@@ -278,6 +277,18 @@ def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
             next_step="send large things as buffers.",
         )
     return encoded
+
+
+def other_peer(target: Peer, found: PeerId | None) -> PeerRefused:
+    """The error for a target whose address another peer has."""
+    other = found.short if found else "nobody in particular"
+    expected = target.id.short if target.id else "nobody in particular"
+    return PeerRefused(
+        f"The peer at {target.address} is {other}, not {expected}.",
+        peer=target,
+        cause="another peer has taken that address.",
+        next_step="look the peer up again.",
+    )
 
 
 def checked_reply(returned: Any) -> Reply:

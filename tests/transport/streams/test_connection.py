@@ -783,6 +783,17 @@ def test_a_slow_frame_is_not_a_stalled_one(run):
     run(check())
 
 
+def test_a_chunk_before_the_hello_is_refused(run):
+    async def check():
+        host = FakeHost(Limits(max_head_bytes=100))  # less than a stranger's head may take
+        async with fake_connection(host, greet=False) as (connection, transport):
+            feed(connection, chunk(1, b"x"))
+            assert transport.is_closed
+            assert "before the hello" in host.complaints[0].what
+
+    run(check())
+
+
 def test_a_frame_that_begins_is_not_the_one_before_it(run):
     async def check():
         async with fake_connection() as (connection, transport):

@@ -26,7 +26,7 @@ class Sink:
     def on_frame(self, kind, call_id, head, body):
         self.seen.append((kind, call_id, None if head is None else encode(head), bytes(body)))
 
-    def on_chunk(self, call_id, body_bytes, *, is_from_start):
+    def targets(self, call_id, body_bytes, *, is_from_start):
         if self.on_begin is not None:
             self.on_begin(call_id)
         if call_id % 2 == 0:
@@ -41,7 +41,9 @@ class Sink:
 
 
 def decoder(sink=None, *, is_welcome=True):
-    made = FrameDecoder(sink or Sink(), MAX_HEAD_BYTES)
+    sink = sink or Sink()
+    made = FrameDecoder(sink.on_frame, MAX_HEAD_BYTES)
+    made.arrivals = sink
     if is_welcome:
         made.welcome()
         made.buffer_updated(0)
@@ -171,15 +173,14 @@ def test_a_stranger_gets_little_memory_and_a_busy_friend_more():
     assert len(one.get_buffer()) <= 4096
     with pytest.raises(LimitExceeded, match="4,096 are allowed"):
         feed(one, header(Kind.HELLO, head_bytes=5000))
-    sink = Sink()
-    one = decoder(sink, is_welcome=False)
 
     class Welcoming(Sink):
         def on_frame(self, kind, call_id, head, body):
             super().on_frame(kind, call_id, head, body)
             one.welcome()
 
-    one._sink = friendly = Welcoming()
+    friendly = Welcoming()
+    one = decoder(friendly, is_welcome=False)
     feed(one, hello() + request(1, "echo"))
     assert len(one.get_buffer()) <= 4096
     feed(one, request(3, "echo", "x" * 100_000) + request(5, "echo", "x" * 300_000))

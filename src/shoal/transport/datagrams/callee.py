@@ -72,14 +72,9 @@ class CalleeSession(Session):
     """A session that the other side has begun, to call methods here."""
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
-        super().__init__(transport, socket, peer, where, session_id)
+        super().__init__(transport, socket, peer, where)
         self.is_proven = False
         """Whether the caller has shown that it receives where its packets come from."""
         self.hello_nonce = b""

@@ -115,14 +115,9 @@ class CallerSession(Session):
     _min_content_bytes = MIN_CALLER_CONTENT_BYTES
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
-        super().__init__(transport, socket, peer, where, session_id)
+        super().__init__(transport, socket, peer, where)
         self.target = peer
         """Whom callers asked for; `peer` tells who it is."""
         self.state = CallerState.GREETING

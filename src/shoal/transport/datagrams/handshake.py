@@ -36,6 +36,7 @@ from shoal.transport.datagrams.sessions import (
 )
 from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import UNREADABLE, encode
+from shoal.transport.messages import other_peer
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -156,15 +157,7 @@ class Handshakes:
         target = caller.target
         peer = Peer(target.address, peer_id)
         if target.id is not None and peer_id != target.id:
-            other = peer_id.short if peer_id else "nobody in particular"
-            caller.refuse(
-                PeerRefused(
-                    f"The peer at {target.address} is {other}, not {target.id.short}.",
-                    peer=target,
-                    cause="another peer has taken that address.",
-                    next_step="look the peer up again.",
-                )
-            )
+            caller.refuse(other_peer(target, peer_id))
             return
         if not is_allowed(self._transport.access, peer_id):
             self._transport.complain_once("asked nothing", peer, DENIED)
@@ -250,7 +243,7 @@ class Handshakes:
     ) -> bytes:
         """Begin a session whose address is not proven yet; the welcome to send."""
         transport, codec = self._transport, self._codec
-        callee = CalleeSession(transport, socket, peer, where, transport.random.randbytes(wire.SESSION_BYTES))
+        callee = CalleeSession(transport, socket, peer, where)
         callee.hello_nonce = nonce
         salt = transport.random.randbytes(wire.SALT_BYTES)
         callee.begin(codec.session_seal(hello, peer.id, salt), hello.session_id)

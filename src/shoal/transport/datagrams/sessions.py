@@ -85,18 +85,13 @@ class Session:
     _min_content_bytes = 0
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
         self.transport = transport
         self.socket = socket
         self.peer = peer
         self.where = where
-        self.id = session_id
+        self.id = transport.random.randbytes(wire.SESSION_BYTES)
         """What packets to this side are marked with."""
         self.their_id = b""
         self.used_at_s = transport.loop.time()

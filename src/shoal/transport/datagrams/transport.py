@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import (
@@ -40,10 +40,12 @@ from shoal.transport.frames import Mode
 from shoal.transport.limits import ByteBudget, CallSlots, Complaints, Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
-    Allocate,
+    Buffers,
     Channel,
+    Into,
     Reply,
     Routes,
+    Target,
     Transport,
     byte_views,
     encode_head,
@@ -52,8 +54,6 @@ from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
 from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from shoal.transport.streams.transport import StreamTransport
 
 log = logging.getLogger(__name__)
@@ -168,13 +168,13 @@ class DatagramTransport(Transport):
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
         request = self._encode(peer, method, payload, buffers, deadline, _CALL)
@@ -191,13 +191,7 @@ class DatagramTransport(Transport):
         return await streams.call(peer, method, payload, buffers, deadline=deadline, into=into)
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; sent again until it has arrived or its time is over."""
         request = self._encode(peer, method, payload, buffers, deadline, _ONE_WAY)
@@ -208,7 +202,7 @@ class DatagramTransport(Transport):
         return None
 
     def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> contextlib.AbstractAsyncContextManager[Channel]:
         """Begin a conversation over a stream; UsageError where there are none."""
         if self.streams is None:
@@ -218,13 +212,7 @@ class DatagramTransport(Transport):
         return self.streams.open_channel(peer, method, payload, deadline=deadline)
 
     def _encode(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any,
-        buffers: Sequence[Any],
-        deadline: Deadline,
-        mode: int,
+        self, peer: Target, method: str, payload: Any, buffers: Buffers, deadline: Deadline, mode: int
     ) -> tuple[bytes, float] | None:
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
@@ -243,12 +231,7 @@ class DatagramTransport(Transport):
         return (rest, self.loop.time() + remaining_s) if len(rest) <= _MAX_REST_BYTES else None
 
     async def _begin(
-        self,
-        target: Peer | Address,
-        method: str,
-        request: tuple[bytes, float],
-        deadline: Deadline,
-        into: Any,
+        self, target: Target, method: str, request: tuple[bytes, float], deadline: Deadline, into: Into
     ) -> PendingDatagram:
         """Send a request as soon as there is a session with a place for it, and a place in the window."""
         peer = target if type(target) is Peer else Peer(target)  # type: ignore[arg-type]
@@ -467,7 +450,7 @@ class DatagramTransport(Transport):
         self, target: Peer, where: SocketAddress, socket: DatagramSocket, not_before_s: float = 0.0
     ) -> CallerSession:
         """Begin a session, in the place of an earlier one with the same target."""
-        caller = CallerSession(self, socket, target, where, self.random.randbytes(wire.SESSION_BYTES))
+        caller = CallerSession(self, socket, target, where)
         self.make_room()  # whom to ask is the program's own affair, and not refused
         earlier = self._callers.get(target)
         if earlier is not None:

@@ -13,14 +13,13 @@ import hashlib
 import logging
 import math
 import random
-import ssl
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import Address, Clock, UsageError, running_clock
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.pipes import IDEAL_LINK, Link, Pipe, corrupted
-from shoal.transport.network.sockets import Accepted, Network
+from shoal.transport.network.sockets import Accepted, Network, Tls
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -105,9 +104,7 @@ class MemoryHost(Network):
         listener = self._listeners[port] = MemoryListener(self, Address(self.name, port))
         return listener
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there, after one round trip; nothing is encrypted."""
         self._check_alive()
         loop = asyncio.get_running_loop()
@@ -154,9 +151,7 @@ class MemoryHost(Network):
     def _forget(self, stream: MemoryStream) -> None:
         self._streams.pop(stream, None)
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted stream; nothing is encrypted."""
         cast("MemoryAccepted", accepted).stream.attach(protocol)
 

@@ -14,8 +14,7 @@ import functools
 import math
 import random
 import socket
-import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -26,7 +25,7 @@ from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.distributions import digest_of
 from shoal.transport.network.faults import FaultScript
 from shoal.transport.network.links import WayLink
-from shoal.transport.network.pipes import Passage, Pipe, PreciseTimers, corrupted, nothing
+from shoal.transport.network.pipes import Pipe, PreciseTimers, call_on_loop, corrupted, nothing
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.sockets import (
     Accepted,
@@ -34,6 +33,7 @@ from shoal.transport.network.sockets import (
     Network,
     SocketAccepted,
     SocketNetwork,
+    Tls,
     is_wildcard,
 )
 
@@ -127,9 +127,7 @@ class ShapedNetwork(Network):
             listener.kill()
         return listener
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there, after one round trip."""
         timers = self._begin()
         if self.conditions.is_dead(address):
@@ -151,9 +149,7 @@ class ShapedNetwork(Network):
         inside = await self._open_tunnel(outside, leaving, arriving, timers, address)
         await self.network.dial(address, protocol, tls=tls, sock=inside)
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted connection, on the running loop."""
         timers = self._begin()
         here = self.here or _NOBODY
@@ -334,8 +330,13 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         """Send one packet on its way."""
         if self._is_closing or self._socket is None:
             return
-        packet = bytes(data)
-        for arrives_s, arriving in self._passages(self._link_to(addr), packet):
+        self._look_where_it_is()
+        link = self._links.get(addr)
+        if link is None:
+            assert self._here is not None, "set when the socket was opened"
+            link = self._owner.conditions.leaving(self._here, self._owner.address_of(addr))
+            self._links[addr] = link
+        for arrives_s, arriving in self._passages(link, bytes(data)):
             if arrives_s <= self._timers.time():
                 self._socket.sendto(arriving, addr)
             else:
@@ -349,15 +350,6 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
             self._here = here
             self._links.clear()
             self._down = self._owner.conditions.arriving(None, here)
-
-    def _link_to(self, where: tuple[Any, ...]) -> WayLink:
-        self._look_where_it_is()
-        link = self._links.get(where)
-        if link is None:
-            assert self._here is not None, "set when the socket was opened"
-            link = self._owner.conditions.leaving(self._here, self._owner.address_of(where))
-            self._links[where] = link
-        return link
 
     def _leave(self, packet: bytes, where: tuple[Any, ...]) -> None:
         self._num_leaving -= 1
@@ -478,29 +470,6 @@ class ShapedListener:
         self._listener.close()
 
 
-class _LoopLink:
-    """A link that tells of changes on the loop that uses it, whichever thread they come from."""
-
-    def __init__(self, link: WayLink, loop: asyncio.AbstractEventLoop) -> None:
-        self._link = link
-        self._loop = loop
-
-    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
-        return self._link.carry_stream(now_s, size_bytes)
-
-    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        return self._link.carry_datagram(now_s, size_bytes)
-
-    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return self._link.when_changed(functools.partial(call_on_loop, self._loop, callback))
-
-
-def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Have a loop call it, from any thread; nothing where the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
-
-
 class _End(asyncio.Protocol):
     """One socket, and the pipe that leads away from it."""
 
@@ -520,7 +489,7 @@ class _End(asyncio.Protocol):
         self._descriptor = -1
         self.pipe = Pipe(
             timers,
-            _LoopLink(link, timers.loop),
+            link,
             self._deliver,
             self._resume,
             buffer_bytes=self._queue_bytes,

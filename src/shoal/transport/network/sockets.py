@@ -43,6 +43,10 @@ _LAST_WORDS_S = 1.0
 """How long a side that takes no more is still read from."""
 
 
+Tls = ssl.SSLContext | None
+"""What secures a stream; None where it is plain."""
+
+
 class Accepted(Protocol):
     """A stream that somebody has dialed and nobody serves yet. For any thread."""
 
@@ -80,14 +84,10 @@ class Network(Protocol):
     async def listen(self, address: Address) -> Listener:
         """Accept streams there; UsageError when that cannot be."""
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there."""
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve a stream, on the running loop."""
 
     async def open_datagrams(
@@ -184,16 +184,14 @@ class SocketNetwork(Network):
         address: Address,
         protocol: asyncio.BufferedProtocol,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls = None,
         sock: socket.socket | None = None,
     ) -> None:
         """Have `protocol` speak to whoever listens there, through `sock` where it is connected already."""
         connected = sock or await self.connect(address)
         await _carry(connected, protocol, tls, is_server=False)
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted connection, on the running loop."""
         await _carry(cast("SocketAccepted", accepted).socket, protocol, tls, is_server=True)
 
@@ -224,7 +222,7 @@ class SocketNetwork(Network):
 async def _carry(
     connected: socket.socket,
     protocol: asyncio.BufferedProtocol,
-    tls: ssl.SSLContext | None,
+    tls: Tls,
     *,
     is_server: bool,
 ) -> None:

@@ -17,12 +17,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal._version import __version__
 from shoal.core import (
     SYSTEM_CLOCK,
     Deadline,
     DeadlineExceeded,
-    IdentityError,
     LimitExceeded,
     Peer,
     PeerBusy,
@@ -39,7 +37,6 @@ from shoal.transport.frames import (
     MAGIC,
     UNREADABLE,
     VERSION,
-    HelloHead,
     Kind,
     MessageHead,
     Mode,
@@ -52,8 +49,9 @@ from shoal.transport.frames import (
 from shoal.transport.messages import Reply, byte_views, encode_head
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calling import ConnectionRetired
-from shoal.transport.streams.decoder import Arrivals, FrameDecoder
-from shoal.transport.trust.tls import explain, peer_id_of
+from shoal.transport.streams.connection import greeting_peer, own_hello, proven_id
+from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.trust.tls import explain
 
 if TYPE_CHECKING:
     import msgspec
@@ -163,7 +161,7 @@ class BlockingCaller:
 
 
 class _BlockingConnection:
-    """One dialed connection with at most one call under way; it is what its decoder tells of frames."""
+    """One dialed connection with at most one call under way."""
 
     def __init__(self, transport: StreamTransport, peer: Peer, deadline: Deadline) -> None:
         self._peer = peer
@@ -171,8 +169,8 @@ class _BlockingConnection:
         self._pool = transport.pool
         self._access = transport.access
         self._proven_id: PeerId | None = None
-        self._decoder = FrameDecoder(self, self._limits.max_head_bytes)
-        self._arrivals = Arrivals(self._decoder)
+        self._decoder = FrameDecoder(self._on_frame, self._limits.max_head_bytes)
+        self._arrivals = self._decoder.arrivals
         self._call_id = -1
         self._method = "hello"
         self._payload_decoder: msgspec.msgpack.Decoder[Any] | None = None
@@ -189,17 +187,14 @@ class _BlockingConnection:
         close_in_children(self._socket.fileno())
         try:
             self._greet(transport)
-        except TimeoutError:
+        except BaseException as error:
             self.close()
-            raise no_answer(peer) from None
-        except ssl.SSLError as error:
-            self.close()
-            raise explain(error, peer) from error
-        except OSError as error:
-            self.close()
-            raise self._lost(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise no_answer(peer) from None
+            if isinstance(error, ssl.SSLError):
+                raise explain(error, peer) from error
+            if isinstance(error, OSError):
+                raise self._lost(str(error)) from error
             raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -210,16 +205,10 @@ class _BlockingConnection:
             descriptor = self._socket.fileno()
             self._socket = tls.wrap_socket(self._socket)
             assert self._socket.fileno() == descriptor
-            certificate = self._socket.getpeercert(True)
-            try:
-                self._proven_id = peer_id_of(certificate)
-            except IdentityError as error:
-                raise ProtocolError(error.what) from error
+            self._proven_id = proven_id(self._socket)
             if not self._is_allowed:
                 raise PeerRefused(f"The peer {self._proven_id.short} is not allowed here.", peer=self._peer)
-        own_id = transport.peer_id.digest if transport.peer_id else b""
-        hello = HelloHead(__version__, own_id, self._limits.max_calls, self._limits.max_message_bytes)
-        self._socket.sendall(frame(Kind.HELLO, 0, encode(hello)))
+        self._socket.sendall(frame(Kind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits))))
         outcome = self._receive_outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -298,9 +287,7 @@ class _BlockingConnection:
             cause=cause,
         )
 
-    # --- what the decoder calls ---
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+    def _on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Note what the peer says of the call under way; other calls have ended before."""
         if kind == _REPLY:
             if call_id == self._call_id and self._outcome is None:
@@ -315,30 +302,10 @@ class _BlockingConnection:
             elif self._call_id > head.last_call_id:
                 self._outcome = ConnectionRetired()
         elif kind == Kind.HELLO and self._call_id < 0:
-            self._on_hello(head)
+            greeting_peer(head, self._peer, self._proven_id)
+            self._outcome = Reply()
         else:
             raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
-
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """Say where a part of a large answer belongs."""
-        return self._arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """A part is in its place; the answer may be complete with it."""
-        self._arrivals.on_chunk_end(call_id)
-
-    def _on_hello(self, head: HelloHead) -> None:
-        claimed = head.peer_id
-        if self._proven_id is not None and claimed != self._proven_id.digest:
-            raise ProtocolError("Its hello names another peer than its certificate.")
-        if self._peer.id is not None and claimed != self._peer.id.digest:
-            raise PeerRefused(
-                f"The peer at {self._peer.address} is not {self._peer.id.short}.",
-                peer=self._peer,
-                cause="another peer has taken that address.",
-                next_step="look the peer up again.",
-            )
-        self._outcome = Reply()
 
     def _on_reply(self, head: MessageHead, body: memoryview) -> None:
         try:
@@ -352,8 +319,6 @@ class _BlockingConnection:
             reply.buffers = self._pool.copy_in(head.sizes, body)
             self._outcome = reply
             return
-        if head.sizes and min(head.sizes) < 0:
-            raise ProtocolError("A message announced a buffer of negative size.")
         self._limits.check_sizes(head.sizes)
         reply.buffers = self._pool.allocate_all(head.sizes)
 

@@ -109,7 +109,7 @@ class Calling:
                 reply.buffers = connection.pool.copy_in(head.sizes, body) if head.sizes else []
                 _settle(call, reply)
                 return
-            connection.check_sizes(head.sizes)
+            connection.limits.check_sizes(head.sizes)
             about = Head(call.method, reply.payload, head.sizes, connection.peer, call.deadline)
             reply.buffers = memory_for(about, call.into, connection.pool)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller

@@ -123,7 +123,7 @@ class StreamChannel:
 
     def on_item(self, head: MessageHead, body: memoryview) -> None:
         """An item has come, or begins to arrive when its buffers are large."""
-        self._connection.check_sizes(head.sizes)
+        self._connection.limits.check_sizes(head.sizes)
         cost_bytes = sum(head.sizes) + len(memoryview(head.payload)) + _ITEM_BYTES
         is_too_much = self._held_bytes and self._held_bytes + cost_bytes > self._window_bytes
         if not self._is_open or self._is_ended_there or is_too_much:

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from shoal._version import __version__
@@ -40,11 +40,12 @@ from shoal.transport.frames import (
     encode,
     from_goodbye,
 )
-from shoal.transport.limits import CallSlots
+from shoal.transport.limits import CallSlots, Limits
+from shoal.transport.messages import other_peer
 from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.streams.calling import Calling, ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.decoder import Arrivals, FrameDecoder
+from shoal.transport.streams.decoder import FrameDecoder
 from shoal.transport.streams.outbox import Outbox
 from shoal.transport.streams.serving import Serving
 from shoal.transport.trust.tls import explain, peer_id_of
@@ -89,8 +90,8 @@ class Connection(asyncio.BufferedProtocol):
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
         self.pool = shard.pool
-        self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
-        self.arrivals = Arrivals(self._decoder)
+        self._decoder = FrameDecoder(self._on_frame, self.limits.max_head_bytes)
+        self.arrivals = self._decoder.arrivals
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
@@ -101,8 +102,7 @@ class Connection(asyncio.BufferedProtocol):
         self._frame_stall = StallTimer(self.limits.frame_s, self.limits.min_bytes_per_s)
         self._message_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
         self._reading_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
-        self._num_frames = self._seen_frames = 0  # that have begun to arrive
-        self._message_bytes = 0  # of chunks that found their place
+        self._seen_frames = 0  # that had begun to arrive at the last look
         self._seen_bytes = 0  # that had been received at the last look
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
@@ -147,21 +147,15 @@ class Connection(asyncio.BufferedProtocol):
         if self.shard.access is not None:
             self._identify(self._transport)
             self.check_access()
-        peer_id = self.shard.peer_id.digest if self.shard.peer_id else b""
-        hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
-        self._send_now(Kind.HELLO, encode(hello))
+        self._send_now(Kind.HELLO, encode(own_hello(self.shard.peer_id, self.limits)))
         self.watch()
 
     def _identify(self, transport: asyncio.Transport) -> None:
         """Take the peer's id from its certificate, whose key TLS has seen it use."""
         try:
-            ssl_object = transport.get_extra_info("ssl_object")
-            certificate = ssl_object.getpeercert(True) if ssl_object else None
-            if certificate is None:
-                raise IdentityError("No certificate came with the connection.")
-            self._proven_id = peer_id_of(certificate)
-        except IdentityError as error:
-            self._cut_off(ProtocolError(error.what))
+            self._proven_id = proven_id(transport.get_extra_info("ssl_object"))
+        except ProtocolError as error:
+            self._cut_off(error)
             return
         if self.peer.id is None:
             self.peer = Peer(self.peer.address, self._proven_id)
@@ -247,28 +241,11 @@ class Connection(asyncio.BufferedProtocol):
         what = f"The connection to {self.peer} ended."
         return PeerLost(what, peer=self.peer, cause=cause, next_step=next_step)
 
-    # --- what the decoder calls ---
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
-        """Pass a frame to whom it concerns."""
-        self._num_frames += 1
+    def _on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+        """Pass a frame, which the decoder has found, to whom it concerns."""
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
         self._handlers[kind](call_id, head, body)
-
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """Say where a part of a message belongs; parts of messages that were given up are dropped."""
-        self._num_frames += 1
-        if self._state is _State.GREETING:
-            raise ProtocolError("A CHUNK frame came before the hello.")
-        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
-        if targets:
-            self._message_bytes += body_bytes
-        return targets
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """A part is in its place; the message may be complete with it."""
-        self.arrivals.on_chunk_end(call_id)
 
     # --- what the two sides of a call use ---
 
@@ -330,12 +307,6 @@ class Connection(asyncio.BufferedProtocol):
         self.arrivals.forget(call_id)
         if self._state is not _State.CLOSED:  # else the outbox has told the owners already, or will
             self.outbox.drop(call_id)
-
-    def check_sizes(self, sizes: Sequence[int]) -> None:
-        """LimitExceeded when a message's buffers are more than this peer takes."""
-        if sizes and min(sizes) < 0:
-            raise ProtocolError("A message announced a buffer of negative size.")
-        self.limits.check_sizes(sizes)
 
     def check_size_for_peer(self, method: str, total_bytes: int) -> None:
         """PeerRefused when the other side has said that it does not take so much."""
@@ -434,8 +405,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if self._seen_frames != self._num_frames:  # the frame that is arriving is another one
-            self._seen_frames = self._num_frames
+        if self._seen_frames != self._decoder.num_frames:  # the frame that is arriving is another one
+            self._seen_frames = self._decoder.num_frames
             self._frame_stall.is_waiting = False
         if self._frame_stall.has_ended(now_s, self.received_bytes, is_expected=self._decoder.is_inside_frame):
             self._cut_off(
@@ -445,7 +416,7 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.arm_timers()
         self.serving.arm_timers()
         arriving = self.arrivals.ids_with_room()
-        if self._message_stall.has_ended(now_s, self._message_bytes, is_expected=bool(arriving)):
+        if self._message_stall.has_ended(now_s, self.arrivals.arrived_bytes, is_expected=bool(arriving)):
             self._message_stall.is_waiting = False
             error = LimitExceeded("the buffers of this message stopped arriving.")
             for call_id in arriving:
@@ -482,23 +453,11 @@ class Connection(asyncio.BufferedProtocol):
     def _on_hello(self, call_id: int, head: HelloHead, body: memoryview) -> None:
         if self._state is not _State.GREETING:
             raise ProtocolError("A second hello came.")
-        if len(head.peer_id) not in (0, ID_BYTES):
-            raise ProtocolError("A hello came with a peer id of the wrong length.")
-        claimed = PeerId(head.peer_id) if head.peer_id else None
-        if self._proven_id is not None and claimed != self._proven_id:
-            other = claimed.short if claimed else "nobody in particular"
-            raise ProtocolError(f"It says that it is {other}; its certificate is {self._proven_id.short}'s.")
-        if self.peer.id is not None and claimed != self.peer.id:
-            other = claimed.short if claimed else "nobody in particular"
-            self._reason = PeerRefused(
-                f"The peer at {self.peer.address} is {other}, not {self.peer.id.short}.",
-                peer=self.peer,
-                cause="another peer has taken that address.",
-                next_step="look the peer up again.",
-            )
-            self.close()
+        try:
+            self.peer = Peer(self.peer.address, greeting_peer(head, self.peer, self._proven_id))
+        except PeerRefused as error:
+            self.close(error)
             return
-        self.peer = Peer(self.peer.address, claimed)
         self.calling.slots = CallSlots(self.loop, max(1, min(head.max_calls, self.limits.max_calls)))
         self._peer_max_message_bytes = head.max_message_bytes
         self._decoder.welcome()
@@ -531,6 +490,36 @@ class Connection(asyncio.BufferedProtocol):
             self._state = _State.LEAVING
             self.is_usable = False
             self.close_when_done()
+
+
+def own_hello(peer_id: PeerId | None, limits: Limits) -> HelloHead:
+    """What a side says of itself."""
+    digest = peer_id.digest if peer_id else b""
+    return HelloHead(__version__, digest, limits.max_calls, limits.max_message_bytes)
+
+
+def proven_id(tls: Any) -> PeerId:
+    """Whose certificate came with a TLS connection; ProtocolError when it is none of a peer."""
+    certificate = tls.getpeercert(True) if tls else None
+    if certificate is None:
+        raise ProtocolError("No certificate came with the connection.")
+    try:
+        return peer_id_of(certificate)
+    except IdentityError as error:
+        raise ProtocolError(error.what) from error
+
+
+def greeting_peer(head: HelloHead, expected: Peer, proven: PeerId | None) -> PeerId | None:
+    """Who says hello: ProtocolError when it lies, PeerRefused when somebody else is expected there."""
+    if len(head.peer_id) not in (0, ID_BYTES):
+        raise ProtocolError("A hello came with a peer id of the wrong length.")
+    claimed = PeerId(head.peer_id) if head.peer_id else None
+    if proven is not None and claimed != proven:
+        other = claimed.short if claimed else "nobody in particular"
+        raise ProtocolError(f"It says that it is {other}; its certificate is {proven.short}'s.")
+    if expected.id is not None and claimed != expected.id:
+        raise other_peer(expected, claimed)
+    return claimed
 
 
 class StallTimer:

@@ -7,7 +7,7 @@ final memory and are never copied. Small frames share one scratch buffer, many o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.core import LimitExceeded, ProtocolError, ShoalError, VersionMismatch
 from shoal.transport.frames import (
@@ -41,25 +41,23 @@ _TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 _MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(_NUM_KINDS))
 
 
-class FrameSink(Protocol):
-    """Takes the frames that a decoder has found: a connection."""
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
-        """A whole frame that is no chunk, of a Kind's number; `body` is valid only until this returns."""
-
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """A chunk begins; returns memory of `body_bytes` for it, or None to drop it."""
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """The chunk announced last is in its place."""
+OnFrame = Callable[[int, int, Any, memoryview], None]
+"""Takes a whole frame that is no chunk: a Kind's number, call id, head and body, which is valid only until
+it returns.
+"""
 
 
 class FrameDecoder:
     """Raises ProtocolError or LimitExceeded on bytes that no honest peer sends, and is of no use then."""
 
-    def __init__(self, sink: FrameSink, max_head_bytes: int) -> None:
-        self._sink = sink
+    def __init__(self, on_frame: OnFrame, max_head_bytes: int) -> None:
+        self._on_frame = on_frame
+        self.arrivals = Arrivals(self)
+        """Where chunks belong."""
+        self.num_frames = 0
+        """Frames that have begun to arrive."""
         self._friends_head_bytes = max_head_bytes
+        self._is_welcome = False
         self._max_head_bytes = _STRANGER_BYTES
         self._usual_bytes = _FIRST_BYTES
         self._most_bytes = _STRANGER_BYTES
@@ -70,7 +68,7 @@ class FrameDecoder:
         self._targets: list[memoryview] = []  # of the current chunk, the next one last
         self._is_dropping = False
         self.expects_chunk = False
-        """Set by the sink while chunks of some message are still to come."""
+        """Set by `arrivals` while chunks of some message are still to come."""
 
     @property
     def is_inside_frame(self) -> bool:
@@ -84,6 +82,7 @@ class FrameDecoder:
 
     def welcome(self) -> None:
         """The other side has said hello: take heads of up to `max_head_bytes` from it."""
+        self._is_welcome = True
         self._max_head_bytes = self._friends_head_bytes
         self._most_bytes = _SCRATCH_BYTES
 
@@ -141,7 +140,7 @@ class FrameDecoder:
         if not self._chunk_left:
             was_dropping, self._is_dropping = self._is_dropping, False
             if not was_dropping:
-                self._sink.on_chunk_end(self._call_id)
+                self.arrivals.on_chunk_end(self._call_id)
 
     def _parse(self) -> None:
         """Use up what lies in scratch."""
@@ -171,6 +170,7 @@ class FrameDecoder:
                 raise self._refusal(number, head_bytes, body_bytes)
             body_start = start + HEADER.size + head_bytes
             if number in _CHUNKS:
+                self.num_frames += 1
                 start = body_start
                 self._begin_chunk(call_id, body_bytes, is_from_start=number == Kind.CHUNK_FROM_START)
                 continue
@@ -186,7 +186,8 @@ class FrameDecoder:
                     name = Kind(number).name
                     raise ProtocolError(f"The head of a {name} frame cannot be read: {error}.") from error
             start = end
-            self._sink.on_frame(number, call_id, head, scratch[body_start:end])
+            self.num_frames += 1
+            self._on_frame(number, call_id, head, scratch[body_start:end])
         self._filled = filled - start
         if start and self._filled:
             scratch[: self._filled] = bytes(scratch[start:filled])
@@ -194,7 +195,9 @@ class FrameDecoder:
             self._fit_scratch(needed_bytes)
 
     def _begin_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> None:
-        targets = self._sink.on_chunk(call_id, body_bytes, is_from_start=is_from_start)
+        if not self._is_welcome:
+            raise ProtocolError("A CHUNK frame came before the hello.")
+        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
         self._call_id, self._chunk_left = call_id, body_bytes
         self._is_dropping = targets is None and body_bytes > 0
         self._targets = list(reversed(targets)) if targets else []
@@ -294,6 +297,8 @@ class Arrivals:
     def __init__(self, decoder: FrameDecoder) -> None:
         self._decoder = decoder
         self._assemblies: dict[int, Assembly] = {}
+        self.arrived_bytes = 0
+        """Of all parts that found their place, or are about to."""
 
     def __len__(self) -> int:
         return len(self._assemblies)
@@ -342,7 +347,11 @@ class Arrivals:
     def targets(self, call_id: int, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
         """Where a part of a message belongs; parts of messages that were given up are dropped."""
         assembly = self._assemblies.get(call_id)
-        return None if assembly is None else assembly.next_targets(num_bytes, is_from_start=is_from_start)
+        if assembly is None:
+            return None
+        if targets := assembly.next_targets(num_bytes, is_from_start=is_from_start):
+            self.arrived_bytes += num_bytes
+        return targets
 
     def on_chunk_end(self, call_id: int) -> None:
         """A part is in its place; the message may be complete with it."""

@@ -166,7 +166,7 @@ class Serving:
             raise PeerLeaving("this peer is leaving.", next_step="ask another peer.")
         sizes = wire.sizes
         if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
-            connection.check_sizes(sizes)
+            connection.limits.check_sizes(sizes)
         route = connection.routes.find(wire.method)
         if (wire.mode == _CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= _CHANNEL:
             kind = "a channel" if route.serve is None else "a call"

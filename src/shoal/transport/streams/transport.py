@@ -8,7 +8,7 @@ import functools
 import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from shoal.core import (
     Address,
@@ -22,20 +22,16 @@ from shoal.core import (
     StandingScope,
     UsageError,
 )
-from shoal.core.scope import settle
 from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Allocate, Channel, Reply, Routes, Transport
+from shoal.transport.messages import Buffers, Channel, Into, Reply, Routes, Target, Transport
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calling import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.connection import Connection
 from shoal.transport.trust.membership import Membership, check_may_listen
 from shoal.transport.trust.tls import BUSY_ALERT, explain
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +82,7 @@ class StreamTransport(Transport):
         self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
         self._dialed_as: dict[Connection, Peer] = {}  # under which name: a peer's id may be known only later
-        self._dialing: dict[Peer, list[asyncio.Future[Connection]]] = {}  # who waits for which peer
+        self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
         self._next_shard = 0
         self._is_open = False
         self.home_loop: asyncio.AbstractEventLoop | None = None
@@ -182,13 +178,13 @@ class StreamTransport(Transport):
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
         for attempt in range(_DIAL_ATTEMPTS):
@@ -210,13 +206,7 @@ class StreamTransport(Transport):
         raise AssertionError("unreachable")
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; returns when the buffers may be changed again."""
         for attempt in range(_DIAL_ATTEMPTS):
@@ -230,7 +220,7 @@ class StreamTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> AsyncIterator[Channel]:
         """Begin a conversation; leaving the block before the end cancels it."""
         connection = await self._connect(peer, deadline)
@@ -247,42 +237,30 @@ class StreamTransport(Transport):
         finally:
             connection.calling.end(call)
 
-    async def _connect(self, target: Peer | Address, deadline: Deadline) -> Connection:
+    async def _connect(self, target: Target, deadline: Deadline) -> Connection:
         """A connection that new calls may use; concurrent callers share one attempt to make it."""
         self._require_open()
         peer = target if isinstance(target, Peer) else Peer(target)
         connection = self._dialed.get(peer)
         if connection is not None and connection.is_usable:
             return connection
-        waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        waiters = self._dialing.get(peer)
-        if waiters is None:
-            waiters = self._dialing[peer] = []
-            try:
-                dialing = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
-            except UsageError:  # closing
-                del self._dialing[peer]
-                raise
-            dialing.add_done_callback(functools.partial(self._on_dialed, peer))
-        waiters.append(waiter)
-        timer = None
-        if (timeout_s := deadline.timeout_s) is not None:
-            timer = waiter.get_loop().call_later(timeout_s, settle, waiter, no_answer(peer))
+        dialing = self._dialing.get(peer)
+        if dialing is None:
+            dialing = self._dialing[peer] = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
+            dialing.add_done_callback(lambda _: self._dialing.pop(peer, None))
         try:
-            return await waiter
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _on_dialed(self, peer: Peer, dialing: asyncio.Task[Connection | ShoalError]) -> None:
-        """Tell everybody who waits for this peer."""
-        outcome: Connection | ShoalError
-        if dialing.cancelled():
-            outcome = PeerLost(f"The transport was closed before {peer} answered.", peer=peer)
-        else:
-            outcome = dialing.result()
-        for waiter in self._dialing.pop(peer, ()):
-            settle(waiter, outcome)
+            async with asyncio.timeout(deadline.timeout_s):
+                outcome = await asyncio.shield(dialing)
+        except TimeoutError:
+            raise no_answer(peer) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not dialing.cancelled() or (task is not None and task.cancelling()):
+                raise
+            raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
+        if isinstance(outcome, ShoalError):
+            raise outcome
+        return outcome
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
         """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""
