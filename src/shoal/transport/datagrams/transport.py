@@ -243,26 +243,20 @@ class DatagramTransport(Transport):
             if caller is None or caller.state is not CallerState.READY:
                 caller = await self._connect(peer, deadline)
             slots = caller.slots
-            if not slots.try_take():
-                await self._wait(slots.take(deadline), method, peer, "its calls at once are open already")
-            if not window.try_take():
-                try:
-                    await self._wait(window.take(deadline), method, peer, "many calls wait for answers")
-                except BaseException:
-                    slots.give_back()
-                    raise
+            if not (slots.try_take() or await slots.take(deadline)):
+                raise _not_sent(method, peer, "its calls at once are open already.")
+            try:
+                if not (window.try_take() or await window.take(deadline)):
+                    raise _not_sent(method, peer, "many calls wait for answers.")
+            except BaseException:
+                slots.give_back()
+                raise
             if caller.state is CallerState.READY:
                 return caller.ask(method, request[0], into, deadline, request[1])
             slots.give_back()
             window.give_back()
             if not self.is_open:
                 raise PeerLost(f"{method} at {peer}: the transport was closed before it was sent.", peer=peer)
-
-    async def _wait(self, taking: Any, method: str, peer: Peer, cause: str) -> None:
-        if not await taking:
-            raise DeadlineExceeded(
-                f"{method} at {peer} could not be sent before its deadline.", cause=f"{cause}."
-            )
 
     def _streams_for(self, method: str, why: str = _REQUEST_TOO_LARGE) -> StreamTransport:
         if self.streams is None:
@@ -515,6 +509,10 @@ class DatagramTransport(Transport):
             self.is_watching, self._access_timer = False, None
         else:
             self.watch()
+
+
+def _not_sent(method: str, peer: Peer, cause: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{method} at {peer} could not be sent before its deadline.", cause=cause)
 
 
 class DatagramSocket(asyncio.DatagramProtocol):

@@ -22,6 +22,7 @@ from shoal.transport.network.profiles import Profile, Way
 
 PeerNames = tuple[str | None, ...]
 """All that a script may call a peer; none for one that is not known."""
+LinkPart = Literal["whole", "leaving", "arriving"]
 _ANY = Address("any", 0)
 T = TypeVar("T")
 L = TypeVar("L", UpLine, DownLine)
@@ -161,21 +162,12 @@ class Conditions:
 
     # --- links ---
 
-    def link(self, source: Address, target: Address) -> WayLink:
-        """The whole way: one's line up, the way between, the other's line down."""
-        return self._link(source, target, "whole")
+    def link(self, source: Address | None, target: Address | None, part: LinkPart = "whole") -> WayLink:
+        """One's line up, the way between, the other's line down.
 
-    def leaving(self, here: Address, target: Address | None) -> WayLink:
-        """What a sender shapes itself: its line up, and the way to a peer that it knows."""
-        return self._link(here, target, "leaving")
-
-    def arriving(self, source: Address | None, here: Address) -> WayLink:
-        """What a receiver shapes itself: its line down, and the way from a peer that it has dialed."""
-        return self._link(source, here, "arriving")
-
-    def _link(
-        self, source: Address | None, target: Address | None, part: Literal["whole", "leaving", "arriving"]
-    ) -> WayLink:
+        `leaving` is what a sender shapes itself: its line up, and the way to a peer that it knows; `arriving`
+        what a receiver does: its line down, and the way from a peer that it has dialed.
+        """
         if self._loop is None and self._schedule is not None:
             self.start()
         key = (source, target, part)

@@ -24,7 +24,7 @@ LEAST_RETRANSMISSION_S = 0.01  # a lost packet is missed no sooner, however near
 _MAX_TRIES = 8
 
 
-class Line:
+class LineQueue:
     """A queue that sends one byte after another, so many in a second."""
 
     __slots__ = ("per_byte_s", "queue_s", "slowness")
@@ -40,7 +40,7 @@ class Line:
         return 1 / (self.per_byte_s * self.slowness)
 
 
-class UpLine(Line):
+class UpLine(LineQueue):
     """The sender's own line, or the way between: what enters it, enters in order."""
 
     __slots__ = ("_busy_until_s", "_datagrams_until_s")
@@ -104,7 +104,7 @@ class _BusyTimes:
         return through_s
 
 
-class DownLine(Line):
+class DownLine(LineQueue):
     """The receiver's own line, asked at the time of sending: what comes from far is asked for before what
     comes from near and arrives first.
     """

@@ -57,8 +57,10 @@ class MemoryNetwork:
         """The way between two hosts, whatever their ports."""
         names = (source.host, target.host)
         if (link := self.links.get(names)) is None:
-            known = [host.address if (host := self.hosts.get(end.host)) else end for end in (source, target)]
-            link = self.links[names] = self.conditions.link(*known) if self.conditions else IDEAL_LINK
+            here, there = (
+                host.address if (host := self.hosts.get(end.host)) else end for end in (source, target)
+            )
+            link = self.links[names] = self.conditions.link(here, there) if self.conditions else IDEAL_LINK
         return link
 
 
@@ -72,7 +74,9 @@ class MemoryHost(Network):
         self.address = Address(name, _FIRST_PORT)
         """What conditions know it by: the address that it is given first."""
         self.is_dead = False
-        self.random = _random_of(network.seed, name)
+        # not by hash(): it differs from process to process
+        digest = hashlib.blake2b(f"{network.seed} {name}".encode(), digest_size=16).digest()
+        self.random = random.Random(int.from_bytes(digest, "big"))
         self.clock: Clock = running_clock()
         self._network = network
         self._own_clock = self.clock
@@ -146,10 +150,7 @@ class MemoryHost(Network):
 
     def _open(self, stream: MemoryStream) -> None:
         self._streams[stream] = None
-        stream.wait_for_protocol(self._forget)
-
-    def _forget(self, stream: MemoryStream) -> None:
-        self._streams.pop(stream, None)
+        stream.wait_for_protocol(lambda: self._streams.pop(stream, None))
 
     async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted stream; nothing is encrypted."""
@@ -241,12 +242,6 @@ class MemoryHost(Network):
             raise OSError(errno.ENETDOWN, f"host {self.name} was killed")
 
 
-def _random_of(seed: int, name: str) -> random.Random:
-    """Not by hash(): it differs from process to process."""
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
-    return random.Random(int.from_bytes(digest, "big"))
-
-
 class MemoryListener:
     """Accepts the streams that others dial to one port of a host."""
 
@@ -290,7 +285,7 @@ class MemoryAccepted:
 
     def close(self) -> None:
         """Close it unserved; does nothing once it is served."""
-        if not self.stream.has_protocol:
+        if self.stream.protocol is None:
             self.stream.close()
 
 
@@ -342,12 +337,12 @@ class MemoryStream(asyncio.Transport):
     def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
         super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
         self._loop = loop
-        self._protocol: asyncio.BaseProtocol | None = None
+        self.protocol: asyncio.BaseProtocol | None = None
         self._buffered: asyncio.BufferedProtocol | None = None
         self._outgoing: Pipe
         self._incoming: Pipe
         self._other: MemoryStream
-        self._on_lost: Callable[[MemoryStream], None] | None = None
+        self._on_lost: Callable[[], object] | None = None
         self._unread = b""
         self._high_bytes = _HIGH_WATER_BYTES
         self._is_writing_paused = False
@@ -363,7 +358,7 @@ class MemoryStream(asyncio.Transport):
         """Have something happen at the other end, after all that was sent before."""
         self._outgoing.push_eof(what)
 
-    def wait_for_protocol(self, on_lost: Callable[[MemoryStream], None]) -> None:
+    def wait_for_protocol(self, on_lost: Callable[[], object]) -> None:
         """Open this end; bytes wait until `attach`."""
         self._on_lost = on_lost
         self._incoming.pause()
@@ -372,23 +367,13 @@ class MemoryStream(asyncio.Transport):
         """Have a protocol speak; ConnectionResetError when the stream has ended meanwhile."""
         if self._is_closing:
             raise ConnectionResetError("the stream was closed before it was served")
-        self.set_protocol(protocol)
+        self.protocol = protocol
+        self._buffered = protocol if isinstance(protocol, asyncio.BufferedProtocol) else None
         protocol.connection_made(self)
         if not self._is_reading_paused:
             self._incoming.resume()
 
-    @property
-    def has_protocol(self) -> bool:
-        """Whether a protocol has been attached."""
-        return self._protocol is not None
-
     # --- what protocols use ---
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Speak to this one from now on."""
-        self._protocol = protocol
-        is_buffered = isinstance(protocol, asyncio.BufferedProtocol)
-        self._buffered = cast("asyncio.BufferedProtocol", protocol) if is_buffered else None
 
     def write(self, data: Buffer) -> None:
         """Send a copy of these bytes; `bytes` need none."""
@@ -480,7 +465,7 @@ class MemoryStream(asyncio.Transport):
             if self._buffered is not None:
                 self._fill(self._buffered, data)
             else:
-                cast("asyncio.Protocol", self._protocol).data_received(data)
+                cast("asyncio.Protocol", self.protocol).data_received(data)
         except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
             self._fail(error)
 
@@ -515,11 +500,11 @@ class MemoryStream(asyncio.Transport):
             self._incoming.resume()
 
     def _receive_eof(self) -> None:
-        if self._is_closing or self._protocol is None:
+        if self._is_closing or self.protocol is None:
             self.close()
             return
         try:
-            keeps_open = cast("asyncio.Protocol", self._protocol).eof_received()
+            keeps_open = cast("asyncio.Protocol", self.protocol).eof_received()
         except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
             self._fail(error)
             return
@@ -529,18 +514,18 @@ class MemoryStream(asyncio.Transport):
     def _drained(self) -> None:
         if self._is_closing:
             self._lose(None)
-        elif self._is_writing_paused and self._protocol is not None:
+        elif self._is_writing_paused and self.protocol is not None:
             self._is_writing_paused = False
-            self._protocol.resume_writing()
+            self.protocol.resume_writing()
 
     def _pause_writing_if_full(self) -> None:
         if (
-            self._protocol is not None
+            self.protocol is not None
             and not self._is_writing_paused
             and self.get_write_buffer_size() > self._high_bytes
         ):
             self._is_writing_paused = True
-            self._protocol.pause_writing()
+            self.protocol.pause_writing()
 
     def _reset_other(self, *, is_cutting: bool) -> None:
         if self._outgoing.is_unused:  # the other end does not know of this one yet, and never will
@@ -561,9 +546,9 @@ class MemoryStream(asyncio.Transport):
             return
         self._is_lost = True
         self._unread = b""
-        protocol, self._protocol, self._buffered = self._protocol, None, None
+        protocol, self.protocol, self._buffered = self.protocol, None, None
         if self._on_lost is not None:
-            self._on_lost(self)
+            self._on_lost()
         if protocol is not None:
             protocol.connection_lost(error)
 

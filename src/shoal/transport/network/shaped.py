@@ -133,8 +133,8 @@ class ShapedNetwork(Network):
         if self.conditions.is_dead(address):
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{address} was killed")
         here = self.here or _NOBODY
-        leaving = self.conditions.leaving(here, address)
-        arriving = self.conditions.arriving(address, here)
+        leaving = self.conditions.link(here, address, "leaving")
+        arriving = self.conditions.link(address, here, "arriving")
         await cross(leaving, timers, _DIAL_BYTES)
         try:
             outside = await self.network.connect(address)
@@ -159,7 +159,10 @@ class ShapedNetwork(Network):
             return
         keep_in_children(taken.socket.fileno())  # the tunnel says so again once it holds it
         outside = socket.socket(fileno=taken.socket.detach())
-        leaving, arriving = self.conditions.leaving(here, None), self.conditions.arriving(None, here)
+        leaving, arriving = (
+            self.conditions.link(here, None, "leaving"),
+            self.conditions.link(None, here, "arriving"),
+        )
         inside = await self._open_tunnel(outside, leaving, arriving, timers, None)
         await self.network.adopt(SocketAccepted(inside, taken.origin), protocol, tls=tls)
 
@@ -334,7 +337,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         link = self._links.get(addr)
         if link is None:
             assert self._here is not None, "set when the socket was opened"
-            link = self._owner.conditions.leaving(self._here, self._owner.address_of(addr))
+            link = self._owner.conditions.link(self._here, self._owner.address_of(addr), "leaving")
             self._links[addr] = link
         for arrives_s, arriving in self._passages(link, bytes(data)):
             if arrives_s <= self._timers.time():
@@ -349,7 +352,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         if here is not self._here and here is not None:
             self._here = here
             self._links.clear()
-            self._down = self._owner.conditions.arriving(None, here)
+            self._down = self._owner.conditions.link(None, here, "arriving")
 
     def _leave(self, packet: bytes, where: tuple[Any, ...]) -> None:
         self._num_leaving -= 1
