@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from shoal.core import Address, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
-from shoal.transport.frames import encode
+from shoal.core import Address, Clock, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
+from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.memory import BufferPool, byte_view, fill
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 log = logging.getLogger(__name__)
+_CHANNEL = int(Mode.CHANNEL)
+_NEVER = Deadline.never()
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -185,8 +187,12 @@ class Routes:
         """Stop answering this method."""
         self._routes.pop(method, None)
 
-    def find(self, method: str) -> Route:
-        """The handler of a method; PeerRefused, for the caller to read, when there is none."""
+    def __contains__(self, method: str) -> bool:
+        return method in self._routes
+
+    def accept(self, request: Any, sizes: Sequence[int], peer: Peer, clock: Clock) -> tuple[Route, Head]:
+        """Who answers a request of either kind; PeerRefused, for its caller to read, when nobody does."""
+        method, mode, timeout_ms = request.method, request.mode, request.timeout_ms
         route = self._routes.get(method)
         if route is None:
             near = difflib.get_close_matches(method[:100], self._routes, n=1)
@@ -196,7 +202,17 @@ class Routes:
                 if near
                 else "check that both sides run the same version.",
             )
-        return route
+        if (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL:
+            raise PeerRefused(
+                f"{method} is {'a channel' if route.serve is None else 'a call'}.",
+                next_step="use call() for calls, open_channel() for channels.",
+            )
+        try:
+            payload = decode_payload(request.payload, route.decoder)
+        except UNREADABLE as error:
+            raise PeerRefused(f"the payload of {method} is not what it takes: {error}.") from error
+        deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
+        return route, Head(method, payload, sizes, peer, deadline)
 
     def _add(self, method: str, route: Route) -> None:
         if method in self._routes:

@@ -28,7 +28,7 @@ from shoal.core import (
 from shoal.transport.frames import ErrorHead, GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Reply
-from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.connection import Connection
 from transport.wire import (
     FakeHost,

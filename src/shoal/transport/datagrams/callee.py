@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.core import (
-    Deadline,
     DeadlineExceeded,
     LimitExceeded,
     Peer,
     PeerBusy,
-    PeerRefused,
     ShoalError,
     UsageError,
 )
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import Session, peer_at
 from shoal.transport.datagrams.wire import SocketAddress
-from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
+from shoal.transport.frames import Mode, encode, to_wire
 from shoal.transport.messages import (
     EMPTY_REPLY,
     Head,
@@ -51,7 +49,6 @@ log = logging.getLogger(__name__)
 _MAX_ANSWER_BYTES = wire.MAX_PARTS * wire.PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
-_NEVER = Deadline.never()
 _LATER = "try again later."
 
 
@@ -157,23 +154,10 @@ class CalleeSession(Session):
         transport = self.transport
         if len(self.calls) >= transport.limits.max_calls:
             raise PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
-        route = transport.routes.find(frame.method)
-        if route.serve is None:
-            raise PeerRefused(
-                f"{frame.method} is a channel.",
-                next_step="use call() for calls, open_channel() for channels.",
-            )
         sizes = [len(buffer) for buffer in frame.buffers]
         if sizes:
             transport.limits.check_sizes(sizes)
-        try:
-            payload = decode_payload(frame.payload, route.decoder)
-        except UNREADABLE as error:
-            raise PeerRefused(f"the payload of {frame.method} is not what it takes: {error}.") from error
-        clock = transport.clock
-        timeout_ms = frame.timeout_ms
-        deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
-        return route, Head(frame.method, payload, sizes, self.peer, deadline)
+        return transport.routes.accept(frame, sizes, self.peer, transport.clock)
 
     # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
 

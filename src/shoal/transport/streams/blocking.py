@@ -48,7 +48,7 @@ from shoal.transport.frames import (
 )
 from shoal.transport.messages import Reply, byte_views, encode_head
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
-from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.connection import greeting_peer, own_hello, proven_id
 from shoal.transport.streams.decoder import FrameDecoder
 from shoal.transport.trust.tls import explain

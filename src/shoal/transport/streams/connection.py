@@ -43,11 +43,10 @@ from shoal.transport.frames import (
 from shoal.transport.limits import CallSlots, Limits
 from shoal.transport.messages import other_peer
 from shoal.transport.network.sockets import release, sending_directly
-from shoal.transport.streams.calling import Calling, ConnectionRetired
+from shoal.transport.streams.calls import Calling, ConnectionRetired, Serving
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.decoder import FrameDecoder
 from shoal.transport.streams.outbox import Outbox
-from shoal.transport.streams.serving import Serving
 from shoal.transport.trust.tls import explain, peer_id_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Buffers, Channel, Into, Reply, Routes, Target, Transport
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
-from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.connection import Connection
 from shoal.transport.trust.membership import Membership, check_may_listen
