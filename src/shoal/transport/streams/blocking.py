@@ -31,21 +31,8 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.transport.frames import (
-    HEADER,
-    INLINE_BYTES,
-    MAGIC,
-    UNREADABLE,
-    VERSION,
-    Kind,
-    MessageHead,
-    Mode,
-    decode_payload,
-    encode,
-    frame,
-    from_goodbye,
-    from_wire,
-)
+from shoal.transport import frames
+from shoal.transport.frames import Kind, Mode, encode
 from shoal.transport.messages import Reply, byte_views, encode_head
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calls import ConnectionRetired
@@ -58,7 +45,7 @@ if TYPE_CHECKING:
 
     from shoal.transport.streams.transport import StreamTransport
 
-MAX_CALL_BYTES = INLINE_BYTES
+MAX_CALL_BYTES = frames.INLINE_BYTES
 """The most that the buffers of a call may have; answers may be of any size."""
 _MAX_IDLE = 256  # connections to all peers together that wait for their next call
 _DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is more patient
@@ -208,7 +195,7 @@ class _BlockingConnection:
             self._proven_id = proven_id(self._socket)
             if not self._is_allowed:
                 raise PeerRefused(f"The peer {self._proven_id.short} is not allowed here.", peer=self._peer)
-        self._socket.sendall(frame(Kind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits))))
+        self._socket.sendall(frames.frame(Kind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits))))
         outcome = self._receive_outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -248,7 +235,9 @@ class _BlockingConnection:
         self._method = method
         self._payload_decoder = decoder
         self._outcome = None
-        header = HEADER.pack(MAGIC, VERSION, _REQUEST, len(head), self._call_id, total_bytes)
+        header = frames.HEADER.pack(
+            frames.MAGIC, frames.VERSION, _REQUEST, len(head), self._call_id, total_bytes
+        )
         try:
             self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
             self._socket.sendall(b"".join((header, head, *views)))
@@ -294,11 +283,11 @@ class _BlockingConnection:
                 self._on_reply(head, body)
         elif kind == Kind.ERROR:
             if call_id == self._call_id:
-                self._outcome = from_wire(head, self._peer, self._method)
+                self._outcome = frames.from_wire(head, self._peer, self._method)
         elif kind == Kind.GOODBYE:
             self.is_usable = False
             if self._call_id < 0:
-                self._outcome = from_goodbye(head, self._peer)
+                self._outcome = frames.from_goodbye(head, self._peer)
             elif self._call_id > head.last_call_id:
                 self._outcome = ConnectionRetired()
         elif kind == Kind.HELLO and self._call_id < 0:
@@ -307,10 +296,10 @@ class _BlockingConnection:
         else:
             raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
 
-    def _on_reply(self, head: MessageHead, body: memoryview) -> None:
+    def _on_reply(self, head: frames.MessageHead, body: memoryview) -> None:
         try:
-            payload = decode_payload(head.payload, self._payload_decoder)
-        except UNREADABLE as error:
+            payload = frames.decode_payload(head.payload, self._payload_decoder)
+        except frames.UNREADABLE as error:
             raise PeerRefused(
                 f"{self._peer} answered what cannot be read: {error}.", peer=self._peer
             ) from None

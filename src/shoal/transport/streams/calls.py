@@ -25,21 +25,8 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.scope import settle
-from shoal.transport.frames import (
-    EAGER_BYTES,
-    INLINE_BYTES,
-    UNREADABLE,
-    ErrorHead,
-    GrantHead,
-    Kind,
-    MessageHead,
-    Mode,
-    RequestHead,
-    decode_payload,
-    encode,
-    from_wire,
-    to_wire,
-)
+from shoal.transport import frames
+from shoal.transport.frames import Kind, Mode, encode
 from shoal.transport.limits import CallSlots
 from shoal.transport.messages import (
     EMPTY_REPLY,
@@ -106,7 +93,7 @@ class Calling:
             await self.wait_for_slot(method, deadline)
         call = self.begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
         call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
-        if call.total_bytes <= INLINE_BYTES:
+        if call.total_bytes <= frames.INLINE_BYTES:
             call.views = tuple(
                 memoryview(bytes(view)) for view in call.views
             )  # in case the peer asks for them again
@@ -120,14 +107,14 @@ class Calling:
                 call.is_granted.exception()  # it came in the same moment; nobody asks for it now
             raise
 
-    def on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+    def on_reply(self, call_id: int, head: frames.MessageHead, body: memoryview) -> None:
         """An answer has come, or begins to arrive when its buffers are large."""
         call = self.pending.get(call_id)
         if call is None or call.answer.done():
             return
         connection = self._connection
         try:
-            reply = Reply(decode_payload(head.payload))
+            reply = Reply(frames.decode_payload(head.payload))
             if (
                 call.into is None
                 and len(body) <= self._max_message_bytes
@@ -144,7 +131,7 @@ class Calling:
             return
         connection.arrivals.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
 
-    def on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
+    def on_error(self, call_id: int, head: frames.ErrorHead, body: memoryview) -> None:
         """The peer says that a call failed."""
         call = self.pending.get(call_id)
         if call is None:
@@ -152,9 +139,9 @@ class Calling:
         call.is_settled = True
         self._connection.forget(call_id)  # it may have failed in the middle of its request or answer
         if not call.answer.done():
-            call.answer.set_exception(from_wire(head, self._connection.peer, call.method))
+            call.answer.set_exception(frames.from_wire(head, self._connection.peer, call.method))
 
-    def on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
+    def on_grant(self, call_id: int, head: frames.GrantHead, body: memoryview) -> None:
         """The peer has room for a request's buffers."""
         call = self.pending.get(call_id)
         if call is None or call.is_settled:
@@ -242,7 +229,7 @@ class Calling:
             self._connection.forget(call.id)
             self._connection.send(Kind.CANCEL, call.id)
         elif (
-            call.total_bytes > INLINE_BYTES
+            call.total_bytes > frames.INLINE_BYTES
         ):  # the peer may have answered without having asked for all of them
             self._connection.forget(call.id)
         if not call.answer.cancel() and not call.answer.cancelled():
@@ -278,7 +265,7 @@ class Calling:
             )
 
     def _unusable(self, call: PendingCall, error: Exception) -> Exception:
-        if isinstance(error, ShoalError) or not isinstance(error, UNREADABLE):
+        if isinstance(error, ShoalError) or not isinstance(error, frames.UNREADABLE):
             return error
         return ProtocolError(
             f"The answer of {self._connection.peer} to {call.method} cannot be read: {error}."
@@ -327,7 +314,7 @@ class Serving:
         self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
         self.last_call_id = 0
 
-    def on_request(self, call_id: int, wire: RequestHead, body: memoryview) -> None:
+    def on_request(self, call_id: int, wire: frames.RequestHead, body: memoryview) -> None:
         """A request has come, or begins to arrive when its buffers are large."""
         if call_id % 2 != self._parity or call_id <= self.last_call_id:
             raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
@@ -389,7 +376,7 @@ class Serving:
         for call in tuple(self.calls.values()):
             self._abandon(call)
 
-    def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
+    def _accept(self, wire: frames.RequestHead) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         connection = self._connection
         if len(self.calls) >= self._max_calls:
@@ -474,8 +461,8 @@ class Serving:
         elif call.wanted_bytes:
             connection.arrivals.receive_later(call.id, total_bytes, functools.partial(self._start, call))
         elif self._allocate(call):
-            if not len(body) and (total_bytes > EAGER_BYTES or call.mode == Mode.ONE_WAY):
-                connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
+            if not len(body) and (total_bytes > frames.EAGER_BYTES or call.mode == Mode.ONE_WAY):
+                connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=False)))
             connection.arrivals.receive(call.id, call.buffers, body, functools.partial(self._start, call))
 
     def _wake(self, call: ServedCall) -> None:
@@ -495,7 +482,7 @@ class Serving:
             self._start(call)
         elif self._allocate(call):
             self._connection.arrivals.make_room(call.id, call.buffers)
-            self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
+            self._connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=True)))
 
     def _allocate(self, call: ServedCall) -> bool:
         try:
@@ -595,7 +582,7 @@ class Serving:
         self._send_error(call_id, error)
 
     def _send_error(self, call_id: int, error: Exception) -> None:
-        self._connection.send(Kind.ERROR, call_id, encode(to_wire(error)))
+        self._connection.send(Kind.ERROR, call_id, encode(frames.to_wire(error)))
 
     def _expire(self, call: ServedCall) -> None:
         self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))

@@ -30,16 +30,8 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
-from shoal.transport.frames import (
-    INLINE_BYTES,
-    GoodbyeHead,
-    HelloHead,
-    Kind,
-    MessageHead,
-    WindowHead,
-    encode,
-    from_goodbye,
-)
+from shoal.transport import frames
+from shoal.transport.frames import Kind, encode
 from shoal.transport.limits import CallSlots, Limits
 from shoal.transport.messages import other_peer
 from shoal.transport.network.sockets import release, sending_directly
@@ -85,7 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_usable = False
         """Whether new calls may begin here."""
         # twice what an honest peer may have left unread: an answer to each of its calls
-        self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
+        self.max_waiting_bytes = 2 * self.limits.max_calls * (frames.INLINE_BYTES + 1024)
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
         self.pool = shard.pool
@@ -340,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._state = _State.LEAVING
         self.is_usable = False
-        self._send_now(Kind.GOODBYE, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self._send_now(Kind.GOODBYE, encode(frames.GoodbyeHead(code, reason, self.serving.last_call_id)))
         self.close_when_done()
 
     def close_when_done(self) -> None:
@@ -430,7 +422,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._reason = self._reason or error
         code = _GOODBYE_CODES.get(type(error), "protocol")
-        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
+        self.send(
+            Kind.GOODBYE, 0, encode(frames.GoodbyeHead(code, error.what[:500], self.serving.last_call_id))
+        )
         self.close()
         self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
         self.shard.complain(self.peer, error)
@@ -449,7 +443,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames ---
 
-    def _on_hello(self, call_id: int, head: HelloHead, body: memoryview) -> None:
+    def _on_hello(self, call_id: int, head: frames.HelloHead, body: memoryview) -> None:
         if self._state is not _State.GREETING:
             raise ProtocolError("A second hello came.")
         try:
@@ -468,7 +462,7 @@ class Connection(asyncio.BufferedProtocol):
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
 
-    def _on_item(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+    def _on_item(self, call_id: int, head: frames.MessageHead, body: memoryview) -> None:
         if (channel := self.channels.get(call_id)) is not None:
             channel.on_item(head, body)
 
@@ -476,12 +470,12 @@ class Connection(asyncio.BufferedProtocol):
         if (channel := self.channels.get(call_id)) is not None:
             channel.on_end()
 
-    def _on_window(self, call_id: int, head: WindowHead, body: memoryview) -> None:
+    def _on_window(self, call_id: int, head: frames.WindowHead, body: memoryview) -> None:
         if (channel := self.channels.get(call_id)) is not None:
             channel.on_window(head.size_bytes)
 
-    def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
-        self._reason = from_goodbye(head, self.peer)
+    def _on_goodbye(self, call_id: int, head: frames.GoodbyeHead, body: memoryview) -> None:
+        self._reason = frames.from_goodbye(head, self.peer)
         self.calling.retire(head.last_call_id)
         if self._state is _State.GREETING:
             self.close()
@@ -491,10 +485,10 @@ class Connection(asyncio.BufferedProtocol):
             self.close_when_done()
 
 
-def own_hello(peer_id: PeerId | None, limits: Limits) -> HelloHead:
+def own_hello(peer_id: PeerId | None, limits: Limits) -> frames.HelloHead:
     """What a side says of itself."""
     digest = peer_id.digest if peer_id else b""
-    return HelloHead(__version__, digest, limits.max_calls, limits.max_message_bytes)
+    return frames.HelloHead(__version__, digest, limits.max_calls, limits.max_message_bytes)
 
 
 def proven_id(tls: Any) -> PeerId:
@@ -508,7 +502,7 @@ def proven_id(tls: Any) -> PeerId:
         raise ProtocolError(error.what) from error
 
 
-def greeting_peer(head: HelloHead, expected: Peer, proven: PeerId | None) -> PeerId | None:
+def greeting_peer(head: frames.HelloHead, expected: Peer, proven: PeerId | None) -> PeerId | None:
     """Who says hello: ProtocolError when it lies, PeerRefused when somebody else is expected there."""
     if len(head.peer_id) not in (0, ID_BYTES):
         raise ProtocolError("A hello came with a peer id of the wrong length.")
