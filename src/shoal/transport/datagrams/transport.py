@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import (
@@ -89,6 +88,7 @@ class DatagramTransport(Transport):
     scope: Scope
     handshakes: Handshakes
     _opening: asyncio.Lock
+    _standing: StandingScope
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class DatagramTransport(Transport):
         self._membership = None if self.network.is_simulated else membership
         self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
-        self._closing = contextlib.AsyncExitStack()
         self._callers: dict[Peer, CallerSession] = {}
         self._sockets: list[DatagramSocket] = []
         self._dirty: list[Session] = []
@@ -133,11 +132,38 @@ class DatagramTransport(Transport):
     async def __aenter__(self) -> Self:
         if self.is_open:
             raise UsageError("The transport is open already.", next_step="open it in one place only.")
-        await self._closing.enter_async_context(self._opened())
+        self.loop = asyncio.get_running_loop()
+        self.timers = Timers(self.loop)
+        self.window = CallSlots(self.loop, WINDOW)
+        self._opening = asyncio.Lock()
+        membership = self._membership
+        self.handshakes = Handshakes(
+            self,
+            HandshakeCodec(self.peer_id, self.random)
+            if membership is None
+            else SealedHandshakeCodec(membership, self.random),
+        )
+        self.is_watching = self.access is None
+        self._standing = StandingScope("datagram transport")
+        self.scope = await self._standing.open()
+        self.is_open = True
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._closing.aclose()
+        if not self.is_open:
+            return
+        self.is_open = False
+        try:
+            self._leave()
+            await self._standing.close()
+        finally:
+            self.complaints.flush()
+            self.pool.clear()
+            sockets, self._sockets = self._sockets, []
+            for socket in sockets:  # all of them, before anything is waited for
+                socket.begin_closing()
+            for socket in sockets:
+                await socket.close()
 
     @property
     def num_sessions(self) -> int:
@@ -298,7 +324,14 @@ class DatagramTransport(Transport):
         """A peer's address as sockets know it, and the socket to ask from."""
         try:
             where = await self.network.resolve(peer.address)
-            socket = await self._socket_for(where)
+            async with self._opening:  # those who ask at the same time share one
+                # the one that listens where there is one: then both ways have one address
+                socket = next((socket for socket in self._sockets if socket.can_reach(where)), None)
+                if socket is None:
+                    host = "0.0.0.0" if len(where) == 2 else "::"
+                    if self.network.is_simulated:
+                        host = getattr(self.network, "name", "localhost")
+                    socket = await self._open_socket(Address(host, 0), is_listening=False)
         except (UsageError, TimeoutError):  # the second is the deadline's
             raise
         except (OSError, ValueError) as error:
@@ -306,57 +339,9 @@ class DatagramTransport(Transport):
         self._require_open()
         return where, socket
 
-    async def _socket_for(self, where: SocketAddress) -> DatagramSocket:
-        """A socket to ask from, the one that listens where there is one: then both ways have one address."""
-        async with self._opening:  # those who ask at the same time share one
-            for socket in self._sockets:
-                if socket.can_reach(where):
-                    return socket
-            if self.network.is_simulated:
-                address = Address(getattr(self.network, "name", "localhost"), 0)
-            else:
-                address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
-            return await self._open_socket(address, is_listening=False)
-
     def _require_open(self) -> None:
         if not self.is_open:
             raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
-
-    # --- opening and closing ---
-
-    @contextlib.asynccontextmanager
-    async def _opened(self) -> AsyncIterator[None]:
-        """Between opening and closing."""
-        self.loop = asyncio.get_running_loop()
-        self.timers = Timers(self.loop)
-        self.window = CallSlots(self.loop, WINDOW)
-        self._opening = asyncio.Lock()
-        membership = self._membership
-        self.handshakes = Handshakes(
-            self,
-            HandshakeCodec(self.peer_id, self.random)
-            if membership is None
-            else SealedHandshakeCodec(membership, self.random),
-        )
-        self.is_watching = self.access is None
-        standing = StandingScope("datagram transport")
-        self.scope = await standing.open()
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
-            try:
-                self._leave()
-                await standing.close()
-            finally:
-                self.complaints.flush()
-                self.pool.clear()
-                sockets, self._sockets = self._sockets, []
-                for socket in sockets:  # all of them, before anything is waited for
-                    socket.begin_closing()
-                for socket in sockets:
-                    await socket.close()
 
     def _leave(self) -> None:
         """Tell those who wait, on either side."""

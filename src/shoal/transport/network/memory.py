@@ -120,8 +120,21 @@ class MemoryHost(Network):
         links = network.link(self.address, address), network.link(address, self.address)
         join(here, there, links, (self.random, target.random if target else self.random))
         answer: asyncio.Future[bool] = loop.create_future()
-        on_answer = functools.partial(self._on_dial_answer, here, answer)
-        here.send(functools.partial(self._offer, address, there, on_answer))
+
+        def offer() -> None:  # at the other host: hand over its end of the stream, and answer
+            target = network.hosts.get(address.host)
+            listener = target._listeners.get(address.port) if target else None
+            is_taken = target is not None and listener is not None and listener.offer(there)
+            if target is not None and is_taken:
+                target._open(there)
+            there.send(functools.partial(on_answer, is_taken))
+
+        def on_answer(is_taken: bool) -> None:  # at this host: bytes may follow, and wait for the protocol
+            if not answer.done():
+                answer.set_result(is_taken)
+                self._open(here)
+
+        here.send(offer)
         try:
             is_taken = await answer
             self._check_alive()
@@ -132,21 +145,6 @@ class MemoryHost(Network):
             raise
         if not is_taken:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
-
-    def _offer(self, address: Address, there: MemoryStream, answer: Callable[[bool], None]) -> None:
-        """At the other host: hand over its end of a new stream, and answer."""
-        target = self._network.hosts.get(address.host)
-        listener = target._listeners.get(address.port) if target else None
-        is_taken = target is not None and listener is not None and listener.offer(there)
-        if target is not None and is_taken:
-            target._open(there)
-        there.send(functools.partial(answer, is_taken))
-
-    def _on_dial_answer(self, here: MemoryStream, answer: asyncio.Future[bool], is_taken: bool) -> None:
-        """At this host again: bytes may follow at once, and wait for the protocol."""
-        if not answer.done():
-            answer.set_result(is_taken)
-            self._open(here)
 
     def _open(self, stream: MemoryStream) -> None:
         self._streams[stream] = None

@@ -156,7 +156,10 @@ class StreamTransport(Transport):
 
     def _place(self, accepted: Accepted) -> None:
         """Pass a newcomer to a shard, or refuse it."""
-        if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
+        places = self.places
+        if not places.try_take(1) and not (
+            any(shard.evict_silent() for shard in self._shards) and places.try_take(1)
+        ):
             reason = f"all {self.limits.max_connections} connections are taken."
             goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
             accepted.refuse(BUSY_ALERT if self._membership else goodbye)
@@ -165,14 +168,6 @@ class StreamTransport(Transport):
         shard = self._shards[self._next_shard % len(self._shards)]
         self._next_shard += 1
         shard.place(accepted)
-
-    def _evict_silent(self) -> bool:
-        """Make room by closing a connection that has not even said hello."""
-        for shard in self._shards:
-            if (peer := shard.evict_silent()) is not None:
-                self.complaints.add("dropped a silent connection", peer, "its place was needed.")
-                return True
-        return False
 
     # --- asking ---
 
@@ -395,14 +390,16 @@ class Shard:
             accepted.close()
             self._transport.places.give_back(1)
 
-    def evict_silent(self) -> Peer | None:
-        """Close the oldest connection that has not even said hello, and tell whose it was. For any thread."""
+    def evict_silent(self) -> bool:
+        """Make room by closing the oldest connection that has not even said hello. For any thread."""
         for connection in tuple(self.connections):
             if not connection.is_dialer and not connection.ready.done() and self.remove(connection):
                 with contextlib.suppress(RuntimeError):
                     self.loop.call_soon_threadsafe(self._drop, connection)
-                return connection.peer
-        return None
+                complaints = self._transport.complaints
+                complaints.add("dropped a silent connection", connection.peer, "its place was needed.")
+                return True
+        return False
 
     def _drop(self, connection: Connection) -> None:
         connection.abort()
@@ -427,21 +424,19 @@ class Shard:
                 await self._network.adopt(accepted, connection, tls=self._transport.server_tls())
             return True
         except ssl.SSLError as error:
-            self._complain_of_handshake(connection.peer, explain(error, connection.peer))
+            why = explain(error, connection.peer)
         except ShoalError as error:
-            self._complain_of_handshake(connection.peer, error)
+            why = error
         except TimeoutError:
             why = ProtocolError(f"No TLS handshake was made within {self.limits.handshake_s:g} s.")
-            self._complain_of_handshake(connection.peer, why)
         except OSError:  # gone already
-            pass
+            return False
         except Exception:
             log.exception("a connection of %s could not be served", connection.peer)
+            return False
+        told = f"{why.what} Likely cause: {why.cause}" if why.cause else why.what
+        self._transport.complaints.add("refused a connection", connection.peer, told)
         return False
-
-    def _complain_of_handshake(self, peer: Peer, error: ShoalError) -> None:
-        why = f"{error.what} Likely cause: {error.cause}" if error.cause else error.what
-        self._transport.complaints.add("refused a connection", peer, why)
 
     def _on_adopted(self, connection: Connection, accepted: Accepted, task: asyncio.Task[bool]) -> None:
         self._adopting.pop(connection, None)
