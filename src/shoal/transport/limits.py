@@ -82,22 +82,18 @@ class ByteBudget:
     def __init__(self, max_bytes: int, spare_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self._spare_bytes = spare_bytes
-        self._used_bytes = 0
+        self.used_bytes = 0
+        """The bytes that are taken now."""
         self._waiting: dict[object, tuple[int, Callable[[], None]]] = {}  # in order of asking
         self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes that are taken now."""
-        return self._used_bytes
 
     def try_take(self, size_bytes: int, *, may_pass: bool = False) -> bool:
         """Take bytes now, if there are as many and nobody stands in line for them."""
         with self._lock:
             max_bytes = self.max_bytes + self._spare_bytes if may_pass else self.max_bytes
-            if self._used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
+            if self.used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
                 return False
-            self._used_bytes += size_bytes
+            self.used_bytes += size_bytes
             return True
 
     def join_queue(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
@@ -116,7 +112,7 @@ class ByteBudget:
     def give_back(self, size_bytes: int) -> None:
         """Return bytes that were taken."""
         with self._lock:
-            self._used_bytes -= size_bytes
+            self.used_bytes -= size_bytes
         if self._waiting:
             self._grant()
 
@@ -126,10 +122,10 @@ class ByteBudget:
         with self._lock:
             while self._waiting:
                 ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
-                if self._used_bytes + size_bytes > self.max_bytes:
+                if self.used_bytes + size_bytes > self.max_bytes:
                     break
                 del self._waiting[ticket]
-                self._used_bytes += size_bytes
+                self.used_bytes += size_bytes
                 granted.append(when_granted)
         for when_granted in granted:
             when_granted()

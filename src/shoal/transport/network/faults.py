@@ -1,7 +1,8 @@
 """Fault scripts: what goes wrong in a network, when, and for whom.
 
 A script is written in TOML (`docs/networks.md`). `Schedule` says what holds at a time and step; what that
-does to bytes and clocks is `conditions`'s business. Times count from the start of the network.
+does to bytes and clocks is `conditions`'s business: a new kind of fault is a class here, in `AnyFault`, and a
+case in `conditions.Effects`. Times count from the start of the network.
 """
 
 from __future__ import annotations

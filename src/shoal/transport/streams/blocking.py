@@ -61,13 +61,9 @@ class BlockingCaller:
         self._num_idle = 0
         self._dial_at_s: dict[Peer, float] = {}
         """When peers that had no place may be dialed again: a dial for each call would cost them most."""
-        self._is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
-        self._lock = threading.Lock()
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
         """Whether calls can be made: over real sockets only, and not once it is closed."""
-        return self._is_open
+        self._lock = threading.Lock()
 
     def call(
         self,
@@ -98,7 +94,7 @@ class BlockingCaller:
     def close(self) -> None:
         """Close connections that wait; those in use are closed when their calls have ended."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             idle, self._idle, self._num_idle = self._idle, {}, 0
         for connections in idle.values():
             for connection in connections:
@@ -135,7 +131,7 @@ class BlockingCaller:
     def _put_back(self, peer: Peer, connection: _BlockingConnection) -> None:
         dropped: list[_BlockingConnection] = []
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 dropped.append(connection)
             else:
                 self._idle.setdefault(peer, []).append(connection)

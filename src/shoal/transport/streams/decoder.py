@@ -75,11 +75,6 @@ class FrameDecoder:
         """Whether a frame has begun and not ended."""
         return self._filled > 0 or self._chunk_left > 0
 
-    @property
-    def chunk_left(self) -> int:
-        """Bytes of the current chunk that are still to come."""
-        return self._chunk_left
-
     def welcome(self) -> None:
         """The other side has said hello: take heads of up to `max_head_bytes` from it."""
         self._is_welcome = True
@@ -91,15 +86,11 @@ class FrameDecoder:
         self._scratch = memoryview(bytearray(HEADER.size))
         self._filled = 0
         self._chunk_left = 1 << 63
-        self.drop_chunk()
+        self.drop_chunk(self._call_id)
 
-    def is_receiving(self, call_id: int) -> bool:
-        """Whether a chunk of this call is arriving right now."""
-        return self._chunk_left > 0 and self._call_id == call_id
-
-    def drop_chunk(self) -> None:
-        """Have the rest of the current chunk thrown away: its memory belongs to somebody else now."""
-        if self._chunk_left:
+    def drop_chunk(self, call_id: int) -> None:
+        """Have the rest of a chunk thrown away that is arriving: its memory belongs to somebody else now."""
+        if self._chunk_left and self._call_id == call_id:
             self._is_dropping = True
             self._targets = []
 
@@ -365,8 +356,7 @@ class Arrivals:
         """Receive no more of a call's message; its memory is the owner's again."""
         if self._assemblies.pop(call_id, None) is not None:
             self._decoder.expects_chunk = bool(self._assemblies)
-            if self._decoder.is_receiving(call_id):
-                self._decoder.drop_chunk()
+            self._decoder.drop_chunk(call_id)
 
     def clear(self) -> None:
         """Forget all messages that were arriving."""

@@ -140,16 +140,12 @@ class Membership:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.identity = identity
+        self.peer_id: PeerId = identity.peer_id
         self.secret = secret
         self.access = access or Access()
         self.clock = clock
         self._authority = Authority.of(secret)
         self._contexts: dict[bool, tuple[float, ssl.SSLContext]] = {}  # one made twice does no harm
-
-    @property
-    def peer_id(self) -> PeerId:
-        """The id of this peer: the hash of its public key."""
-        return self.identity.peer_id
 
     def client_tls(self) -> ssl.SSLContext:
         """For dialing; kept until its certificate has grown old."""
