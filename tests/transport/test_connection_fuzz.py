@@ -121,7 +121,7 @@ class Script:
 
     def begin(self):
         calling = self.connection.calling
-        if not self.connection.is_usable or calling.is_full:
+        if not self.connection.is_usable or not calling.slots.try_take():
             return
         size = (0, 10, 50_000)[len(self.calls) % 3]
         into = [bytearray(5)] if len(self.calls) % 2 else None
@@ -150,7 +150,7 @@ async def survive(parts, step, is_dialer):
                 break
         await turn(2)
         assert host.budget.used_bytes <= LIMITS.max_bytes_in_flight * 17 // 16
-        assert connection.serving.num_open <= LIMITS.max_calls
+        assert len(connection.serving.calls) <= LIMITS.max_calls
         assert len(host.complaints) <= 1
         connection.connection_lost(None)
         script.end()

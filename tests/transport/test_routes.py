@@ -1,10 +1,11 @@
 import functools
 from typing import Any
 
+import msgspec
 import pytest
 
-from shoal.core import PeerRefused, UsageError
-from shoal.transport.frames import encode
+from shoal.core import SYSTEM_CLOCK, Address, Peer, PeerRefused, UsageError
+from shoal.transport.frames import Mode, RequestHead, encode
 from shoal.transport.messages import Routes
 
 
@@ -21,6 +22,11 @@ class Answers:
         pass
 
 
+def find(routes, method, mode=Mode.CALL, payload=None):
+    request = RequestHead(method, mode, 0, [], msgspec.Raw(encode(payload)))
+    return routes.accept(request, [], Peer(Address("10.0.0.1", 1)), SYSTEM_CLOCK)[0]
+
+
 def test_finds_what_was_added():
     routes = Routes()
     routes.add("call", answer, None, Any)
@@ -28,9 +34,9 @@ def test_finds_what_was_added():
     routes.add("partial", functools.partial(answer_for, 1), None, Any)
     routes.add("object", Answers(), None, Any)
     routes.add_channel("channel", answer, Any)
-    assert routes.find("call").serve is answer
-    assert routes.find("channel").serve_channel is answer
-    assert [routes.find(name).is_plain_function for name in ("call", "plain", "partial", "object")] == [
+    assert find(routes, "call").serve is answer
+    assert find(routes, "channel", Mode.CHANNEL).serve_channel is answer
+    assert [find(routes, name).is_plain_function for name in ("call", "plain", "partial", "object")] == [
         False,
         True,
         False,
@@ -45,15 +51,28 @@ def test_a_method_has_one_handler():
         routes.add_channel("call", answer, Any)
 
 
+@pytest.mark.parametrize("mode", [-1, Mode.CALL, Mode.ONE_WAY, Mode.CHANNEL, 3])
+def test_calls_and_channels_are_told_apart(mode):
+    routes = Routes()
+    routes.add("call", answer, None, Any)
+    routes.add_channel("channel", answer, Any)
+    for method, modes in (("call", (Mode.CALL, Mode.ONE_WAY)), ("channel", (Mode.CHANNEL,))):
+        if mode in modes:
+            assert find(routes, method, mode)
+        else:
+            with pytest.raises(PeerRefused, match=f"{method} is a {method}"):
+                find(routes, method, mode)
+
+
 def test_an_unknown_method_is_refused_with_a_guess():
     routes = Routes()
     with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*same version"):
-        routes.find("ecko")
+        find(routes, "ecko")
     routes.add("echo", answer, None, Any)
     with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*did you mean 'echo'"):
-        routes.find("ecko")
+        find(routes, "ecko")
     with pytest.raises(PeerRefused) as caught:
-        routes.find("x" * 1_000_000)
+        find(routes, "x" * 1_000_000)
     assert len(str(caught.value)) < 300
 
 
@@ -61,5 +80,7 @@ def test_payloads_are_checked_where_a_type_is_given():
     routes = Routes()
     routes.add("typed", answer, None, dict[str, int])
     routes.add("any", answer, None, Any)
-    assert routes.find("any").decoder is None
-    assert routes.find("typed").decoder.decode(encode({"a": 1})) == {"a": 1}
+    assert find(routes, "any").decoder is None
+    assert find(routes, "typed", payload={"a": 1}).decoder.decode(encode({"a": 1})) == {"a": 1}
+    with pytest.raises(PeerRefused, match="the payload of typed is not what it takes"):
+        find(routes, "typed", payload={"a": "b"})

@@ -24,6 +24,7 @@ from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationP
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.network import documents
+from shoal.transport.network.conditions import Effects, effects_on
 from shoal.transport.network.distributions import Draws
 from shoal.transport.network.faults import (
     AnyFault,
@@ -37,7 +38,6 @@ from shoal.transport.network.faults import (
     Skew,
     Slow,
 )
-from shoal.transport.network.links import Effects, effects_on
 from shoal.transport.network.pipes import Passage
 
 T = TypeVar("T")

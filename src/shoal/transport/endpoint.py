@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from shoal.core import Address, LoopThread, PeerId, UsageError
 from shoal.transport import introductions
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
-from shoal.transport.messages import Allocate, Routes, Serve, ServeChannel
+from shoal.transport.messages import Answers, Routes
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
@@ -19,7 +18,7 @@ from shoal.transport.trust.membership import Membership
 _ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
 
 
-class Endpoint:
+class Endpoint(Answers):
     """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others.
 
     It answers the methods of `introductions` by itself.
@@ -71,25 +70,13 @@ class Endpoint:
             self._closing = closing.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._closing.aclose()
 
     @property
     def num_calls(self) -> int:
         """Calls under way, both ways and of both kinds."""
         return self.datagrams.num_calls
-
-    def handle(
-        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
-    ) -> None:
-        """Answer calls of this method, whichever way they come."""
-        self.routes.add(method, serve, allocate, payload_type)
-
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method."""
-        self.routes.add_channel(method, serve, payload_type)
 
     async def listen(self, address: Address) -> Address:
         """Accept calls of both kinds there; port 0 picks a number that is free for both."""

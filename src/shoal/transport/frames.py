@@ -44,7 +44,11 @@ _MAX_TEXT = 2000  # characters of one sentence: an error must fit where a head f
 
 
 class Kind(enum.IntEnum):
-    """What a frame is for."""
+    """What a frame is for.
+
+    A new kind needs how its head is read (`_DECODERS`), how large its body may be (`_BODY_LIMITS` in
+    `streams/decoder`), whom it concerns (`Connection.__init__`), and another VERSION.
+    """
 
     HELLO = 1
     REQUEST = 2

@@ -189,11 +189,7 @@ class Introductions:
 
 def answer(endpoint: Endpoint) -> None:
     """Have an endpoint answer the methods of this file, unless it does so already."""
-    try:
-        endpoint.routes.find(ABOUT)
-    except PeerRefused:
-        pass
-    else:
+    if ABOUT in endpoint.routes:
         return
     introductions = Introductions(endpoint)
     endpoint.handle(ABOUT, introductions.about, payload_type=Caller)

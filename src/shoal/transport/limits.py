@@ -1,14 +1,14 @@
-"""What a peer puts up with: its limits, bytes that calls share, and rates for each of many peers."""
+"""What a peer puts up with: its limits, bytes and slots that calls share, and lines of the log."""
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.core import SYSTEM_CLOCK, Clock, LimitExceeded, Peer, UsageError
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, ProtocolError, UsageError
 from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -60,7 +60,9 @@ class Limits:
             )
 
     def check_sizes(self, sizes: Sequence[int]) -> None:
-        """LimitExceeded when a message's buffers are more than this peer takes."""
+        """LimitExceeded when a message's buffers are more than this peer takes, ProtocolError below zero."""
+        if sizes and min(sizes) < 0:
+            raise ProtocolError("A message announced a buffer of negative size.")
         total_bytes = sum(sizes)
         if total_bytes > self.max_message_bytes or len(sizes) > self.max_buffers:
             raise LimitExceeded(
@@ -80,63 +82,104 @@ class ByteBudget:
     def __init__(self, max_bytes: int, spare_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self._spare_bytes = spare_bytes
-        self._used_bytes = 0
-        self._waiting: collections.OrderedDict[object, tuple[int, Callable[[], None]]] = (
-            collections.OrderedDict()
-        )
-        self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
+        self.used_bytes = 0
         """The bytes that are taken now."""
-        return self._used_bytes
+        self._waiting: dict[object, tuple[int, Callable[[], None]]] = {}  # in order of asking
+        self._lock = threading.Lock()
 
     def try_take(self, size_bytes: int, *, may_pass: bool = False) -> bool:
         """Take bytes now, if there are as many and nobody stands in line for them."""
         with self._lock:
             max_bytes = self.max_bytes + self._spare_bytes if may_pass else self.max_bytes
-            if self._used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
+            if self.used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
                 return False
-            self._used_bytes += size_bytes
+            self.used_bytes += size_bytes
             return True
 
     def join_queue(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
         """Wait for bytes; whoever gives some back calls `when_granted` once these are taken."""
         with self._lock:
             self._waiting[ticket] = (size_bytes, when_granted)
-            granted = self._grant()
-        for grant in granted:
-            grant()
+        self._grant()
 
     def leave_queue(self, ticket: object) -> bool:
         """Stop waiting; False when it did not wait (any more) and so holds its bytes."""
         with self._lock:
             was_waiting = self._waiting.pop(ticket, None) is not None
-            granted = self._grant()
-        for when_granted in granted:
-            when_granted()
+        self._grant()
         return was_waiting
 
     def give_back(self, size_bytes: int) -> None:
         """Return bytes that were taken."""
         with self._lock:
-            self._used_bytes -= size_bytes
-            if not self._waiting:
-                return
-            granted = self._grant()
+            self.used_bytes -= size_bytes
+        if self._waiting:
+            self._grant()
+
+    def _grant(self) -> None:
+        """Take the bytes of those who are first in line, as far as there are as many, and tell them."""
+        granted = []
+        with self._lock:
+            while self._waiting:
+                ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
+                if self.used_bytes + size_bytes > self.max_bytes:
+                    break
+                del self._waiting[ticket]
+                self.used_bytes += size_bytes
+                granted.append(when_granted)
         for when_granted in granted:
             when_granted()
 
-    def _grant(self) -> list[Callable[[], None]]:
-        granted = []
+
+class CallSlots:
+    """Slots that are given in order of asking; there may be fewer than are taken already."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
+        self._loop = loop
+        self._num_free = num_places
+        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
+
+    def try_take(self) -> bool:
+        """Take a place if one is free; whoever waits has been given it already."""
+        if self._num_free > 0:
+            self._num_free -= 1
+            return True
+        return False
+
+    async def take(self, deadline: Deadline) -> bool:
+        """Wait for a place; False when the deadline has passed before there was one."""
+        if self.try_take():
+            return True
+        place: asyncio.Future[bool] = self._loop.create_future()
+        self._waiting[place] = None
+        try:
+            async with asyncio.timeout(deadline.timeout_s):
+                return await place
+        except TimeoutError:
+            return place.done() and not place.cancelled()  # given in the moment in which time was over
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give_back()  # given in the moment of being cancelled
+            raise
+        finally:
+            if place.cancelled():
+                self._waiting.pop(place, None)
+
+    def let_all_in(self) -> None:
+        """What the slots were for is over: nobody needs to wait for one."""
+        self._num_free = max(0, self._num_free)
         while self._waiting:
-            ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
-            if self._used_bytes + size_bytes > self.max_bytes:
-                break
-            del self._waiting[ticket]
-            self._used_bytes += size_bytes
-            granted.append(when_granted)
-        return granted
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Pass the place to the next in line."""
+        while self._waiting and self._num_free >= 0:
+            place = next(iter(self._waiting))
+            del self._waiting[place]
+            if not place.done():
+                place.set_result(True)
+                return
+        self._num_free += 1
 
 
 class Complaints:

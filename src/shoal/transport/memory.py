@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -88,14 +89,14 @@ class BufferPool:
         self, max_idle_bytes: int = 256 << 20, make_storage: Callable[[int], Any] | None = None
     ) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._make_storage = make_storage or _plain_storage
+        self._make_storage = make_storage or functools.partial(np.empty, dtype=np.uint8)
         self._is_dear = make_storage is not None
         self._idle: dict[int, list[Any]] = collections.defaultdict(list)
         self._idle_bytes = 0
         self._lock = threading.Lock()
         self._returned: collections.deque[tuple[int, Any]] = collections.deque()
         self._leases: dict[int, weakref.ref[Any]] = {}
-        self._slabs = threading.local()
+        self._slab = _Slab()
 
     @property
     def idle_bytes(self) -> int:
@@ -146,18 +147,13 @@ class BufferPool:
 
     def _from_slab(self, size_bytes: int) -> memoryview:
         """A piece of a larger block: what is small should not cost an allocation of its own."""
-        slab = getattr(self._slabs, "slab", None) or self._new_slab()
+        slab = self._slab
         start = slab.next_start
+        if start + size_bytes > _SLAB_BYTES:
+            slab.view, start = self.allocate(_SLAB_BYTES), 0
         end = start + size_bytes
-        if end > _SLAB_BYTES:
-            slab = self._new_slab()
-            start, end = 0, size_bytes
         slab.next_start = (end + ALIGNMENT_BYTES - 1) & -ALIGNMENT_BYTES
         return slab.view[start:end]
-
-    def _new_slab(self) -> _Slab:
-        slab = self._slabs.slab = _Slab(self.allocate(_SLAB_BYTES))
-        return slab
 
     def clear(self) -> None:
         """Give the unused memory back to the system."""
@@ -195,18 +191,11 @@ class BufferPool:
         return give_back
 
 
-class _Slab:
+class _Slab(threading.local):
     """A block that one thread cuts small pieces from; it lives as long as any piece of it."""
 
-    __slots__ = ("next_start", "view")
-
-    def __init__(self, view: memoryview) -> None:
-        self.next_start = 0
-        self.view = view
-
-
-def _plain_storage(size_bytes: int) -> Any:
-    return np.empty(size_bytes, np.uint8)
+    next_start = _SLAB_BYTES
+    view = memoryview(b"")
 
 
 def _aligned(storage: Any, size_bytes: int) -> Any:

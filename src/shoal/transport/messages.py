@@ -11,18 +11,19 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from shoal.core import Address, Deadline, Peer, PeerError, PeerRefused, UsageError
-from shoal.transport.frames import encode
-from shoal.transport.memory import byte_view
+from shoal.core import Address, Clock, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
+from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
+from shoal.transport.memory import BufferPool, byte_view, fill
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 log = logging.getLogger(__name__)
+_CHANNEL = int(Mode.CHANNEL)
+_NEVER = Deadline.never()
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -58,6 +59,14 @@ EMPTY_REPLY = Reply()
 Allocate = Callable[[Head], "Sequence[Buffer]"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
 
+Target = Peer | Address
+"""Whom to ask: a peer, whose id is checked where it has one, or whoever is at an address."""
+
+Buffers = Sequence["Buffer"]
+
+Into = Sequence[Any] | Allocate | None
+"""Where a message's buffers should go: memory, what picks it, or None for memory of the transport's."""
+
 Serve = Callable[[Head, Sequence[memoryview]], Awaitable[Reply | None] | Reply | None]
 """Answers a call. A plain function runs on the loop's thread itself and must not block.
 
@@ -72,7 +81,7 @@ ServeChannel = Callable[[Head, "Channel"], Awaitable[Reply | None]]
 class Channel(Protocol):
     """A conversation inside one call: items both ways, each way in order, each with back-pressure."""
 
-    async def send(self, payload: Any = None, buffers: Sequence[Buffer] = ()) -> None:
+    async def send(self, payload: Any = None, buffers: Buffers = ()) -> None:
         """Send an item; returns when its buffers may be changed again."""
 
     async def end(self) -> None:
@@ -88,33 +97,41 @@ class Channel(Protocol):
         """For the caller: wait for the reply that ends the channel."""
 
 
-class Transport(Protocol):
-    """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
+class Answers(Protocol):
+    """What has methods that others call. Handlers are set before it listens."""
 
-    Handlers are set before `listen`. A handler whose caller has gone, cancelled or run out of time is
-    cancelled, and what the call held is freed on both sides.
-    """
-
-    async def listen(self, address: Address) -> Address:
-        """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
+    routes: Routes
 
     def handle(
         self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
     ) -> None:
         """Answer calls of this method; payloads that are not of `payload_type` are refused."""
+        self.routes.add(method, serve, allocate, payload_type)
 
     def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method."""
+        """Answer channels of this method, which come over streams."""
+        self.routes.add_channel(method, serve, payload_type)
+
+
+class Transport(Answers, Protocol):
+    """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
+
+    A handler whose caller has gone, cancelled or run out of time is cancelled, and what the call held is
+    freed on both sides.
+    """
+
+    async def listen(self, address: Address) -> Address:
+        """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given.
 
@@ -122,13 +139,7 @@ class Transport(Protocol):
         """
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; returns when the buffers may be changed again.
 
@@ -136,22 +147,20 @@ class Transport(Protocol):
         """
 
     def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> AbstractAsyncContextManager[Channel]:
         """Begin a conversation; leaving the block before the end cancels it."""
 
     async def __aenter__(self) -> Self:
         """Begin to work on the running loop."""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """End every call and close every connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The handler of one method, and how its payload is read."""
+    """The handler of one method, of calls or of channels, and how its payload is read."""
 
     serve: Serve | None
     serve_channel: ServeChannel | None
@@ -178,8 +187,12 @@ class Routes:
         """Stop answering this method."""
         self._routes.pop(method, None)
 
-    def find(self, method: str) -> Route:
-        """The handler of a method; PeerRefused, for the caller to read, when there is none."""
+    def __contains__(self, method: str) -> bool:
+        return method in self._routes
+
+    def accept(self, request: Any, sizes: Sequence[int], peer: Peer, clock: Clock) -> tuple[Route, Head]:
+        """Who answers a request of either kind; PeerRefused, for its caller to read, when nobody does."""
+        method, mode, timeout_ms = request.method, request.mode, request.timeout_ms
         route = self._routes.get(method)
         if route is None:
             near = difflib.get_close_matches(method[:100], self._routes, n=1)
@@ -189,7 +202,17 @@ class Routes:
                 if near
                 else "check that both sides run the same version.",
             )
-        return route
+        if (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL:
+            raise PeerRefused(
+                f"{method} is {'a channel' if route.serve is None else 'a call'}.",
+                next_step="use call() for calls, open_channel() for channels.",
+            )
+        try:
+            payload = decode_payload(request.payload, route.decoder)
+        except UNREADABLE as error:
+            raise PeerRefused(f"the payload of {method} is not what it takes: {error}.") from error
+        deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
+        return route, Head(method, payload, sizes, peer, deadline)
 
     def _add(self, method: str, route: Route) -> None:
         if method in self._routes:
@@ -227,6 +250,22 @@ def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview
     return views
 
 
+def memory_for(head: Head, given: Into, pool: BufferPool) -> list[memoryview]:
+    """Memory for a message's buffers: what was given for it, or the pool's."""
+    if given is None:
+        return pool.allocate_all(head.sizes)
+    return fitting_views(given(head) if callable(given) else given, head.sizes)
+
+
+def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> list[memoryview]:
+    """The same for a message that is here: memory that holds the bytes of `body`."""
+    if given is None:
+        return pool.copy_in(head.sizes, body)
+    views = memory_for(head, given, pool)
+    fill(views, body)
+    return views
+
+
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
     """The bytes of buffers that are to be sent or filled; UsageError when one of them has none."""
     try:
@@ -254,6 +293,18 @@ def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
             next_step="send large things as buffers.",
         )
     return encoded
+
+
+def other_peer(target: Peer, found: PeerId | None) -> PeerRefused:
+    """The error for a target whose address another peer has."""
+    other = found.short if found else "nobody in particular"
+    expected = target.id.short if target.id else "nobody in particular"
+    return PeerRefused(
+        f"The peer at {target.address} is {other}, not {expected}.",
+        peer=target,
+        cause="another peer has taken that address.",
+        next_step="look the peer up again.",
+    )
 
 
 def checked_reply(returned: Any) -> Reply:

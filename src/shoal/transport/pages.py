@@ -10,7 +10,6 @@ import ipaddress
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, cast
 
 from shoal.core import Address, UsageError
@@ -76,9 +75,7 @@ class PageServer:
             ) from error
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._server is not None:
             self._server.close()
             for connection in tuple(self._connections):

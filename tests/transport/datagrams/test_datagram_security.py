@@ -9,15 +9,18 @@ import pytest
 from shoal.core import Address, DeadlineExceeded, Peer, PeerLost, PeerRefused
 from shoal.core.identity import Identity
 from shoal.transport import Reply
-from shoal.transport.datagrams.handshake import (
-    HELLO_BYTES,
-    MAX_UNPROVEN_A_HOST,
-    Hello,
-    SealedHandshakeCodec,
-    Welcome,
-)
+from shoal.transport.datagrams.handshake import MAX_UNPROVEN_A_HOST, SealedHandshakeCodec
 from shoal.transport.datagrams.sessions import AeadSeal
-from shoal.transport.datagrams.wire import PREFIX, SEALED, Kind, encode_frames, encode_request
+from shoal.transport.datagrams.wire import (
+    HELLO_BYTES,
+    PREFIX,
+    SEALED,
+    Hello,
+    Kind,
+    Welcome,
+    encode_frames,
+    encode_request,
+)
 from shoal.transport.frames import encode
 from shoal.transport.trust.membership import Access, Membership
 from transport.lossy import Air, open_on, run_virtual

@@ -6,15 +6,17 @@ import pytest
 
 from shoal.core import PeerId
 from shoal.core.identity import Identity
-from shoal.transport.datagrams.handshake import (
+from shoal.transport.datagrams.handshake import HandshakeCodec, SealedHandshakeCodec
+from shoal.transport.datagrams.wire import (
     HELLO_BYTES,
-    HandshakeCodec,
+    MIN_PACKET_BYTES,
+    SEALED,
     Hello,
+    Kind,
     Refusal,
-    SealedHandshakeCodec,
+    UnreadablePacket,
     Welcome,
 )
-from shoal.transport.datagrams.wire import MIN_PACKET_BYTES, SEALED, Kind, UnreadablePacket
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 

@@ -29,7 +29,7 @@ class FakeLoop:
 
 class FakeHub:
     def __init__(self):
-        self.loop, self.stats = FakeLoop(), Stats()
+        self.loop, self.stats, self.random = FakeLoop(), Stats(), random.Random(0)
         self.dirty, self.bad, self.replays, self.blamed = [], [], 0, []
 
     def on_dirty(self, session):
@@ -53,7 +53,7 @@ class FakePort:
 
 
 def session(seal=None, *, has_begun=True):
-    made = Session(FakeHub(), FakePort(), PEER, ("10.0.0.1", 1), b"ourownid")
+    made = Session(FakeHub(), FakePort(), PEER, ("10.0.0.1", 1))
     if has_begun:
         made.begin(seal or BareSeal(), b"theirsid")
     return made

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shoal.core import Deadline
-from shoal.transport.datagrams.caller import CallSlots, Timers
+from shoal.transport.datagrams.caller import Timers
+from shoal.transport.limits import CallSlots
 from transport.lossy import run_virtual
 
 

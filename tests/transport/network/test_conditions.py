@@ -88,10 +88,10 @@ def test_links_follow_the_profile():
     made, loop = conditions(
         profile="[places.x]\nup_mbit_s = 8\ndown_mbit_s = 4\n[ways.default]\ndelay_ms = 10\nmbit_s = 80"
     )
-    assert delay_ms(made.leaving(A, B), loop, 1000) == pytest.approx(11)
-    assert delay_ms(made.arriving(B, A), loop, 1000) == pytest.approx(12)
-    assert delay_ms(made.leaving(C, None), loop, 1000) == pytest.approx(1)
-    assert delay_ms(made.arriving(None, C), loop, 1000) == pytest.approx(2)
+    assert delay_ms(made.link(A, B, "leaving"), loop, 1000) == pytest.approx(11)
+    assert delay_ms(made.link(B, A, "arriving"), loop, 1000) == pytest.approx(12)
+    assert delay_ms(made.link(C, None, "leaving"), loop, 1000) == pytest.approx(1)
+    assert delay_ms(made.link(None, C, "arriving"), loop, 1000) == pytest.approx(2)
     assert made.link(A, B) is made.link(A, B)
     assert delay_ms(made.link(A, A), loop, 10**6) == 0
     assert made.concern_line(A)
@@ -224,8 +224,8 @@ def test_pause():
     assert back.carry_stream(loop.time(), 1).arrives_at_s == math.inf
     assert datagram_delays_ms(there, loop) == [pytest.approx(1510)]
     assert datagram_delays_ms(back, loop) == [pytest.approx(1510)]
-    assert made.arriving(None, A).carry_stream(loop.time(), 1).arrives_at_s == math.inf
-    assert delay_ms(made.arriving(None, B), loop) == 0
+    assert made.link(None, A, "arriving").carry_stream(loop.time(), 1).arrives_at_s == math.inf
+    assert delay_ms(made.link(None, B, "arriving"), loop) == 0
     loop.run_until(3)
     assert delay_ms(there, loop) == pytest.approx(10)
 

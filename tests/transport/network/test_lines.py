@@ -68,7 +68,7 @@ def test_a_line_down_is_never_asked_for_more_than_it_carries():
     for number in range(500):
         size_bytes = int(2000 * draws.uniform())
         first_s = number * 1e-4 + 0.1 * draws.uniform()
-        through_s = down.take(number * 1e-4, first_s, first_s, size_bytes)
+        through_s = down.take(number * 1e-4, first_s, first_s, size_bytes, is_datagram=False)
         assert through_s >= first_s + size_bytes * 1e-6 - 1e-9
         total_bytes, last_s = total_bytes + size_bytes, max(last_s, through_s)
     assert last_s >= total_bytes * 1e-6

@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core import ProtocolError
-from shoal.transport.streams.decoder import Arrivals, Assembly, FrameDecoder
+from shoal.transport.streams.decoder import Assembly, FrameDecoder
 
 
 def views(*sizes):
@@ -47,7 +47,7 @@ def test_a_new_start_that_nobody_asked_for_is_refused():
 
 
 def test_a_body_that_came_along_is_put_into_its_buffers():
-    arrivals, done = Arrivals(FrameDecoder(None, 100)), []
+    arrivals, done = FrameDecoder(None, 100).arrivals, []
     memory = views(3, 0, 2)
     arrivals.receive(1, memory, memoryview(b"abcde"), lambda: done.append(1))
     assert [bytes(view) for view in memory] == [b"abc", b"", b"de"]
@@ -59,7 +59,7 @@ def test_a_body_that_came_along_is_put_into_its_buffers():
 
 def test_messages_of_several_calls_arrive_side_by_side():
     decoder = FrameDecoder(None, 100)
-    arrivals, done = Arrivals(decoder), []
+    arrivals, done = decoder.arrivals, []
     for call_id in (1, 3):
         arrivals.receive(call_id, views(10), memoryview(b""), lambda call_id=call_id: done.append(call_id))
     arrivals.receive_later(5, 10, lambda: done.append(5))
@@ -81,7 +81,7 @@ def test_messages_of_several_calls_arrive_side_by_side():
 
 @pytest.mark.parametrize("body", [b"", b"abc"])
 def test_a_call_has_one_message_at_a_time(body):
-    arrivals = Arrivals(FrameDecoder(None, 100))
+    arrivals = FrameDecoder(None, 100).arrivals
     arrivals.receive(1, views(10), memoryview(b""), lambda: None)
     with pytest.raises(ProtocolError, match="before the one before it had ended"):
         arrivals.receive(1, views(3), memoryview(body), lambda: None)

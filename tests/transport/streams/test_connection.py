@@ -22,12 +22,13 @@ from shoal.core import (
     ProtocolError,
     RemoteFailure,
     Scope,
+    UsageError,
     fork,
 )
 from shoal.transport.frames import ErrorHead, GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Reply
-from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.connection import Connection
 from transport.wire import (
     FakeHost,
@@ -48,6 +49,7 @@ NEVER = Deadline.never()
 
 
 def begin(connection, method="echo", payload=None, buffers=(), into=None, mode=Mode.CALL, deadline=NEVER):
+    assert connection.calling.slots.try_take() or not connection.is_usable
     return connection.calling.begin(method, payload, buffers, deadline, into, mode)
 
 
@@ -317,27 +319,26 @@ def test_a_peer_that_reads_nothing_is_asked_no_more(run):
 # --- waiting for a place ---
 
 
-def test_a_place_that_is_not_used_goes_to_the_next(run):
+def test_a_slot_that_is_not_used_goes_to_the_next(run):
     async def check():
         host = FakeHost(Limits(max_calls=1))
         async with fake_connection(host, is_dialer=True) as (connection, _):
             calling = connection.calling
-            first = begin(connection)
-            waiting = [asyncio.ensure_future(calling.wait_for_place("echo", NEVER)) for _ in range(4)]
+            assert calling.slots.try_take()
+            first = calling.begin("echo", None, (), NEVER, None, Mode.CALL)
+            waiting = [asyncio.ensure_future(calling.wait_for_slot("echo", NEVER)) for _ in range(3)]
             await turn()
             calling.end(first)
-            waiting[0].cancel()  # it had been promised the place
+            waiting[0].cancel()  # it had been given the slot
             await turn()
-            assert waiting[1].done()
-            # the second does not begin its call either: its payload was wrong, say
+            assert [waiter.done() for waiter in waiting] == [True, True, False]
+            with pytest.raises(UsageError):
+                calling.begin("echo", object(), (), NEVER, None, Mode.CALL)
             await turn()
             assert waiting[2].done()
-            second = begin(connection)
-            await turn()
-            assert waiting[3].done() or calling.num_open == 1
-            calling.end(second)
-            await turn()
-            assert waiting[3].done()
+            calling.end(calling.begin("echo", None, (), NEVER, None, Mode.CALL))
+            assert calling.slots.try_take()
+            assert not calling.slots.try_take()
             await asyncio.gather(*waiting, return_exceptions=True)
 
     run(check())
@@ -349,9 +350,9 @@ def test_the_deadline_while_waiting_for_a_place(run):
         async with fake_connection(host, is_dialer=True) as (connection, _):
             first = begin(connection)
             with pytest.raises(DeadlineExceeded, match=r"(?s)could not be sent.*1 calls"):
-                await connection.calling.wait_for_place("echo", Deadline.after(0.02))
+                await connection.calling.wait_for_slot("echo", Deadline.after(0.02))
             connection.calling.end(first)
-            assert not connection.calling.is_full
+            assert connection.calling.slots.try_take()
 
     run(check())
 
@@ -360,10 +361,13 @@ def test_those_who_wait_for_a_place_learn_of_the_end(run):
     async def check():
         host = FakeHost(Limits(max_calls=1))
         async with fake_connection(host, is_dialer=True) as (connection, _):
-            first = begin(connection)
-            waiting = [
-                asyncio.ensure_future(connection.calling.wait_for_place("echo", NEVER)) for _ in range(3)
-            ]
+            calling, first = connection.calling, begin(connection)
+
+            async def ask():
+                await calling.wait_for_slot("echo", NEVER)
+                calling.begin("echo", None, (), NEVER, None, Mode.CALL)
+
+            waiting = [asyncio.ensure_future(ask()) for _ in range(3)]
             await turn()
             waiting[1].cancel()
             connection.connection_lost(None)
@@ -571,7 +575,7 @@ def test_a_call_that_waited_for_room_in_a_loop_that_was_closed_gives_it_back(run
             host.budget.give_back(MIB)
             assert host.budget.used_bytes == 0
             connection.loop = alive
-            for call in connection.serving._calls.values():
+            for call in connection.serving.calls.values():
                 call.wanted_bytes = 0
         assert host.budget.used_bytes == 0
 
@@ -626,7 +630,7 @@ def test_an_item_larger_than_the_window_counts_as_bytes_in_flight(run):
             assert host.budget.used_bytes > 8 * MIB
             assert host.budget.used_bytes <= 10 * MIB
             assert [error.code for error in errors(transport)] == ["busy"]
-            assert connection.serving.num_open == 1
+            assert len(connection.serving.calls) == 1
             feed(connection, frame(Kind.CANCEL, 1))
             await turn()
         assert host.budget.used_bytes == 0
@@ -775,6 +779,33 @@ def test_a_slow_frame_is_not_a_stalled_one(run):
                 feed(connection, bytes(5000))
                 tick()
             assert not transport.is_closed
+
+    run(check())
+
+
+def test_a_chunk_before_the_hello_is_refused(run):
+    async def check():
+        host = FakeHost(Limits(max_head_bytes=100))  # less than a stranger's head may take
+        async with fake_connection(host, greet=False) as (connection, transport):
+            feed(connection, chunk(1, b"x"))
+            assert transport.is_closed
+            assert "before the hello" in host.complaints[0].what
+
+    run(check())
+
+
+def test_a_frame_that_begins_is_not_the_one_before_it(run):
+    async def check():
+        async with fake_connection() as (connection, transport):
+            tick = ticking(connection)
+            for _ in range(20):
+                feed(connection, header(Kind.CHUNK, 0, 99, 100) + bytes(99))
+                tick(6)
+                assert not transport.is_closed
+                feed(connection, bytes(1))
+            feed(connection, header(Kind.CHUNK, 0, 99, 100) + bytes(99))
+            tick(13)
+            assert transport.is_closed
 
     run(check())
 
@@ -1023,7 +1054,7 @@ def test_a_connection_is_looked_after_until_it_is_quiet(run):
             assert connection.check(now_s)
             assert not connection.is_watched
             host.watched.clear()
-            call = connection.calling.begin("echo", 1, (), NEVER, None, Mode.CALL)
+            call = begin(connection, payload=1)
             assert host.watched == [connection]
             assert not connection.check(now_s + 1)
             connection.calling.end(call)

@@ -26,7 +26,7 @@ class Sink:
     def on_frame(self, kind, call_id, head, body):
         self.seen.append((kind, call_id, None if head is None else encode(head), bytes(body)))
 
-    def on_chunk(self, call_id, body_bytes, *, is_from_start):
+    def targets(self, call_id, body_bytes, *, is_from_start):
         if self.on_begin is not None:
             self.on_begin(call_id)
         if call_id % 2 == 0:
@@ -41,7 +41,9 @@ class Sink:
 
 
 def decoder(sink=None, *, is_welcome=True):
-    made = FrameDecoder(sink or Sink(), MAX_HEAD_BYTES)
+    sink = sink or Sink()
+    made = FrameDecoder(sink.on_frame, MAX_HEAD_BYTES)
+    made.arrivals = sink
     if is_welcome:
         made.welcome()
         made.buffer_updated(0)
@@ -124,8 +126,9 @@ def test_chunks_are_read_into_their_own_memory():
     assert len(buffer) == len(body)
     buffer[:50_000] = body[:50_000]
     one.buffer_updated(50_000)
-    assert one.is_receiving(1)
-    assert one.chunk_left == 50_000
+    assert one.is_inside_frame
+    one.drop_chunk(3)  # of another call: nothing to drop
+    assert len(one.get_buffer()) == 50_000
     assert one.get_buffer().obj is sink.memory[1][0]
     feed(one, body[50_000:])
     assert sink.seen == [("chunk", 1, [body])]
@@ -159,7 +162,7 @@ def test_dropping_a_chunk_under_way_leaves_its_memory_alone():
     one.expects_chunk = True
     data = chunk(1, b"x" * 100_000) + frame(Kind.CANCEL, 5)
     feed(one, data[:1000])
-    one.drop_chunk()
+    one.drop_chunk(1)
     before = bytes(sink.memory[1][0])
     feed(one, data[1000:])
     assert bytes(sink.memory[1][0]) == before
@@ -171,15 +174,14 @@ def test_a_stranger_gets_little_memory_and_a_busy_friend_more():
     assert len(one.get_buffer()) <= 4096
     with pytest.raises(LimitExceeded, match="4,096 are allowed"):
         feed(one, header(Kind.HELLO, head_bytes=5000))
-    sink = Sink()
-    one = decoder(sink, is_welcome=False)
 
     class Welcoming(Sink):
         def on_frame(self, kind, call_id, head, body):
             super().on_frame(kind, call_id, head, body)
             one.welcome()
 
-    one._sink = friendly = Welcoming()
+    friendly = Welcoming()
+    one = decoder(friendly, is_welcome=False)
     feed(one, hello() + request(1, "echo"))
     assert len(one.get_buffer()) <= 4096
     feed(one, request(3, "echo", "x" * 100_000) + request(5, "echo", "x" * 300_000))

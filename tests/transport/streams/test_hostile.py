@@ -102,7 +102,7 @@ def attack(run, caplog):
                 before = open_descriptors(), resident_bytes()
                 found = await asyncio.to_thread(attacker, scene)
                 await until(lambda: server.num_connections == 1, 15)
-                await until(lambda: server.places._used_bytes == 1)
+                await until(lambda: server.places.used_bytes == 1)
                 await until(lambda: open_descriptors() <= before[0], 15)
                 num_calls = scene.num_calls
                 await until(lambda: calling.done() or scene.num_calls > num_calls + 2)

@@ -125,7 +125,7 @@ def perform(run, caplog, library, monkeypatch):
                 await until(lambda: calling.done() or scene.num_calls > 3)
                 await attack(scene)
                 await until(lambda: server.num_connections == 1, 5)
-                await until(lambda: server.places._used_bytes == 1)
+                await until(lambda: server.places.used_bytes == 1)
                 num_calls = scene.num_calls
                 await until(lambda: calling.done() or scene.num_calls > num_calls + 2)
                 scene.is_over = True

@@ -18,33 +18,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.core import (
-    Deadline,
     DeadlineExceeded,
     LimitExceeded,
     Peer,
     PeerBusy,
-    PeerRefused,
     ShoalError,
     UsageError,
 )
-from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_at
-from shoal.transport.datagrams.wire import (
-    LEFT,
-    MAX_FRAME_BYTES,
-    MAX_PARTS,
-    PART_BYTES,
-    Cancel,
-    Goodbye,
-    Proof,
-    Request,
-    SocketAddress,
-    TooLarge,
-    Working,
-    cut,
-    encode_failure,
-)
-from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode, to_wire
-from shoal.transport.memory import BufferPool
+from shoal.transport.datagrams import wire
+from shoal.transport.datagrams.sessions import Session, peer_at
+from shoal.transport.datagrams.wire import SocketAddress
+from shoal.transport.frames import Mode, encode, to_wire
 from shoal.transport.messages import (
     EMPTY_REPLY,
     Head,
@@ -53,7 +37,7 @@ from shoal.transport.messages import (
     byte_views,
     checked_reply,
     encode_head,
-    fitting_views,
+    received,
     release,
 )
 
@@ -62,10 +46,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
+_MAX_ANSWER_BYTES = wire.MAX_PARTS * wire.PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
-_NEVER = Deadline.never()
 _LATER = "try again later."
 
 
@@ -86,25 +69,14 @@ class CalleeSession(Session):
     """A session that the other side has begun, to call methods here."""
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
-        super().__init__(transport, socket, peer, where, session_id)
+        super().__init__(transport, socket, peer, where)
         self.is_proven = False
         """Whether the caller has shown that it receives where its packets come from."""
         self.hello_nonce = b""
         self._oldest_open = 0
         """Calls before this one are of no interest to their caller."""
-        self._running: dict[int, ServedDatagram] = {}
-
-    @property
-    def num_open(self) -> int:
-        """The number of handlers that run."""
-        return len(self._running)
 
     @property
     def is_settled(self) -> bool:
@@ -118,7 +90,7 @@ class CalleeSession(Session):
             return
         if where != self.where or not self.is_proven:
             first = frames.frames[0] if frames.frames else None
-            token = first.token if type(first) is Proof else b""
+            token = first.token if type(first) is wire.Proof else b""
             if not self.transport.handshakes.prove(self, packet, where, socket, token):
                 return
             self.is_proven, self.where, self.socket = True, where, socket
@@ -126,38 +98,42 @@ class CalleeSession(Session):
         self.used_at_s = self.transport.loop.time()
         if frames.oldest > self._oldest_open:
             self._oldest_open = frames.oldest
-            if self._running:
-                self._cancel_before(frames.oldest)
+            for call in tuple(self.calls.values()):  # nobody waits for it; the frame that says so was lost
+                if call.id < frames.oldest and not call.is_one_way:
+                    self._cancel(call)
         for frame in frames.frames:
-            if type(frame) is Request:
+            if type(frame) is wire.Request:
                 self._on_request(frame, len(packet))
-            elif type(frame) is Cancel:
-                if frame.id in self._running:
-                    self._cancel(self._running[frame.id])
-            elif type(frame) is Goodbye:
+            elif type(frame) is wire.Cancel:
+                if frame.id in self.calls:
+                    self._cancel(self.calls[frame.id])
+            elif type(frame) is wire.Goodbye:
                 self.transport.drop(self, "its caller has left.")
                 return
 
-    def close(self, reason: str, code: str = LEFT) -> None:
+    def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every handler, oldest first."""
         self.is_open = False
-        for call in tuple(self._running.values()):
+        for call in tuple(self.calls.values()):
             self._cancel(call)
 
     # --- requests ---
 
-    def _on_request(self, frame: Request, packet_bytes: int) -> None:
+    def _on_request(self, frame: wire.Request, packet_bytes: int) -> None:
         call_id = frame.id
-        if call_id in self._running:
+        if call_id in self.calls:
             self.transport.stats.duplicates += 1
-            self.queue(encode(Working(call_id)))
+            self.queue(encode(wire.Working(call_id)))
             return
         if call_id < self._oldest_open:  # a late copy of one that nobody waits for
             self.transport.stats.duplicates += 1
             return
         try:
             route, head = self._accept(frame)
-            buffers = _memory_for(route, head, frame.buffers, self.transport.pool) if frame.buffers else ()
+            buffers: Sequence[memoryview] = ()
+            if frame.buffers:
+                body = memoryview(b"".join(frame.buffers))
+                buffers = received(head, route.allocate, self.transport.pool, body)
             reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
             later = reply if isinstance(reply, asyncio.Future) else None
             if later is not None or not route.is_plain_function:
@@ -173,28 +149,15 @@ class CalleeSession(Session):
             return
         self._answer(call_id, frame.method, reply)
 
-    def _accept(self, frame: Request) -> tuple[Route, Head]:
+    def _accept(self, frame: wire.Request) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         transport = self.transport
-        if len(self._running) >= transport.limits.max_calls:
-            raise _too_many()
-        route = transport.routes.find(frame.method)
-        if route.serve is None:
-            raise PeerRefused(
-                f"{frame.method} is a channel.",
-                next_step="use call() for calls, open_channel() for channels.",
-            )
+        if len(self.calls) >= transport.limits.max_calls:
+            raise PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
         sizes = [len(buffer) for buffer in frame.buffers]
         if sizes:
             transport.limits.check_sizes(sizes)
-        try:
-            payload = decode_payload(frame.payload, route.decoder)
-        except UNREADABLE as error:
-            raise PeerRefused(f"the payload of {frame.method} is not what it takes: {error}.") from error
-        clock = transport.clock
-        timeout_ms = frame.timeout_ms
-        deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
-        return route, Head(frame.method, payload, sizes, self.peer, deadline)
+        return transport.routes.accept(frame, sizes, self.peer, transport.clock)
 
     # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
 
@@ -214,7 +177,7 @@ class CalleeSession(Session):
             if later is not None:
                 later.cancel()
             raise PeerBusy("too many calls are being served already.", next_step=_LATER)
-        self._running[call.id] = call
+        self.calls[call.id] = call
         if timeout_ms > 0:
             call.timer = transport.loop.call_later(timeout_ms / 1000, self._expire, call)
         if later is None:
@@ -263,12 +226,6 @@ class CalleeSession(Session):
         elif not call.is_one_way:
             self._answer(call.id, call.head.method, outcome)
 
-    def _cancel_before(self, oldest: int) -> None:
-        """End the handlers of calls that nobody waits for; the frame that says so may have been lost."""
-        for call in tuple(self._running.values()):
-            if call.id < oldest and not call.is_one_way:
-                self._cancel(call)
-
     def _cancel(self, call: ServedDatagram) -> None:
         self._finish(call)
         if call.work is not None:
@@ -277,7 +234,7 @@ class CalleeSession(Session):
     def _finish(self, call: ServedDatagram) -> None:
         """Free what a call holds."""
         call.is_over = True
-        self._running.pop(call.id, None)
+        self.calls.pop(call.id, None)
         call.buffers = ()
         if call.timer is not None:
             call.timer.cancel()
@@ -312,15 +269,15 @@ class CalleeSession(Session):
     def _too_large(self, call_id: int, method: str, size_bytes: int) -> bytes:
         if self.transport.streams is None:
             raise LimitExceeded(
-                f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
+                f"the answer of {method} takes {size_bytes:,} bytes, more than {wire.MAX_PARTS} datagrams.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        return encode(TooLarge(call_id, size_bytes))
+        return encode(wire.TooLarge(call_id, size_bytes))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
         self._log(method, error)
-        self._send_outcome(call_id, encode_failure(call_id, to_wire(error)))
+        self._send_outcome(call_id, wire.encode_failure(call_id, to_wire(error)))
 
     def _log(self, method: str, error: Exception) -> None:
         if not isinstance(error, ShoalError):
@@ -329,25 +286,12 @@ class CalleeSession(Session):
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
         if not self.is_open or call_id < self._oldest_open:  # its caller has left, or has given it up
             return
-        if len(frame) <= MAX_FRAME_BYTES:
+        if len(frame) <= wire.MAX_FRAME_BYTES:
             self.queue(frame)
             return
-        for part in cut(call_id, frame):
+        for part in wire.cut(call_id, frame):
             self.queue(part)
-
-
-def _too_many() -> PeerBusy:
-    return PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
 
 
 def _cancelled() -> PeerBusy:
     return PeerBusy("the handler was cancelled.", next_step="try again.")
-
-
-def _memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: BufferPool) -> Sequence[memoryview]:
-    """The same bytes where a handler wants them."""
-    if route.allocate is None:
-        return copy_in(pool, buffers)
-    views = fitting_views(route.allocate(head), head.sizes)
-    fill_all(views, buffers)
-    return views

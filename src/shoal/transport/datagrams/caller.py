@@ -9,7 +9,7 @@ import asyncio
 import enum
 import heapq
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,14 +19,13 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerError,
-    PeerId,
     PeerLost,
     PeerRefused,
     ProtocolError,
     ShoalError,
-    VersionMismatch,
 )
 from shoal.core.scope import settle
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MIN_CALLER_CONTENT_BYTES,
@@ -34,31 +33,11 @@ from shoal.transport.datagrams.sessions import (
     BareSeal,
     RoundTrips,
     Session,
-    copy_in,
-    fill_all,
 )
-from shoal.transport.datagrams.wire import (
-    BUSY,
-    LEFT,
-    MAX_PARTS,
-    REFUSED,
-    VERSION,
-    Answer,
-    AnswerPart,
-    Cancel,
-    Challenge,
-    Failure,
-    Goodbye,
-    Proof,
-    SocketAddress,
-    TooLarge,
-    UnreadablePacket,
-    Working,
-    decode_answer,
-    encode_request,
-)
+from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
-from shoal.transport.messages import Head, Reply, fitting_views
+from shoal.transport.limits import CallSlots
+from shoal.transport.messages import Head, Reply, received
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -69,7 +48,7 @@ _WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom,
 _SILENT_SENDS = 4
 _SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
 _EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
-_ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
+_ENDINGS: dict[str, type[PeerError]] = {wire.LEFT: PeerLost, wire.REFUSED: PeerRefused, wire.BUSY: PeerBusy}
 _SILENCE = (
     "nothing was heard from it: the host is down, a firewall drops the packets, it has another secret or "
     "none, or what listens there is no Shoal peer."
@@ -136,14 +115,9 @@ class CallerSession(Session):
     _min_content_bytes = MIN_CALLER_CONTENT_BYTES
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
-        super().__init__(transport, socket, peer, where, session_id)
+        super().__init__(transport, socket, peer, where)
         self.target = peer
         """Whom callers asked for; `peer` tells who it is."""
         self.state = CallerState.GREETING
@@ -159,12 +133,6 @@ class CallerSession(Session):
         self.greeted_at_s = 0.0
         self._greets_at_s = 0.0
         self._next_id = 1
-        self.pending: dict[int, PendingDatagram] = {}
-
-    @property
-    def num_open(self) -> int:
-        """Calls that wait for an answer."""
-        return len(self.pending)
 
     @property
     def is_settled(self) -> bool:
@@ -182,7 +150,7 @@ class CallerSession(Session):
         """No welcome has come in time: greet again, as long as somebody waits for it."""
         if now_s < self._greets_at_s:
             return  # it has greeted since
-        if not self.pending and all(waiter.done() for waiter in self.waiters):
+        if not self.calls and all(waiter.done() for waiter in self.waiters):
             self.close("nobody waits for it.")
             return
         if self.num_hellos:
@@ -213,7 +181,7 @@ class CallerSession(Session):
         self.begin(seal, their_id)
         self.token = token
         max_calls = max(1, min(max_calls, self.transport.limits.max_calls))
-        self.slots = CallSlots(self.transport.loop, max_calls - len(self.pending))
+        self.slots = CallSlots(self.transport.loop, max_calls - len(self.calls))
         self.state = CallerState.READY
         now_s = self.transport.loop.time()
         if self.num_hellos == 1:
@@ -222,7 +190,7 @@ class CallerSession(Session):
             if not waiter.done():
                 waiter.set_result(None)
         self.waiters.clear()
-        for call in self.pending.values():  # of an earlier session
+        for call in self.calls.values():  # of an earlier session
             call.sent_at_s = now_s
             self.queue(call.frame)
 
@@ -230,9 +198,9 @@ class CallerSession(Session):
         """Go on for a session that the other side does not know any more: its calls are made again."""
         self.round_trips = earlier.round_trips
         self.waiters, earlier.waiters = earlier.waiters, []
-        self.pending, earlier.pending = earlier.pending, {}
+        self.calls, earlier.calls = earlier.calls, {}
         self._next_id = earlier._next_id
-        for call in self.pending.values():
+        for call in self.calls.values():
             call.caller = self
 
     # --- calls ---
@@ -245,13 +213,13 @@ class CallerSession(Session):
         loop = transport.loop
         call_id = self._next_id
         self._next_id = call_id + 1
-        frame = encode_request(call_id, rest)
+        frame = wire.encode_request(call_id, rest)
         now_s = loop.time()
         wait_s = self.round_trips.timeout_s
         call = PendingDatagram(
             call_id, self, method, frame, into, deadline, expires_at_s, loop.create_future(), now_s, wait_s
         )
-        self.pending[call_id] = call
+        self.calls[call_id] = call
         self.queue(frame)
         transport.timers.set(min(expires_at_s, now_s + wait_s), call)
         self.used_at_s = now_s
@@ -259,16 +227,16 @@ class CallerSession(Session):
 
     def end(self, call: PendingDatagram) -> None:
         """Forget a call; one that was not answered is cancelled at the peer."""
-        if self.pending.pop(call.id, None) is None:
+        if self.calls.pop(call.id, None) is None:
             return
         if call.is_in_window:
             self._leave_window(call)
         if not call.is_settled and self.is_settled:
-            self.queue(encode(Cancel(call.id)))
+            self.queue(encode(wire.Cancel(call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
         self.slots.give_back()
-        if self.state is CallerState.RETIRED and not self.pending:
+        if self.state is CallerState.RETIRED and not self.calls:
             self.flush()  # its cancellation
             self.close("its last call has ended.")
 
@@ -301,13 +269,13 @@ class CallerSession(Session):
         self.transport.window.give_back()
 
     def _oldest(self) -> int:
-        for call_id in self.pending:
+        for call_id in self.calls:
             return call_id
         return self._next_id
 
     def _send(self) -> None:
         if self.token is not None:  # until the other side has shown that it believes this address
-            self._frames.insert(0, encode(Proof(self.token)))
+            self._frames.insert(0, encode(wire.Proof(self.token)))
         super()._send()
 
     # --- what comes back: answers whole or in parts, failures, and signs of life ---
@@ -318,32 +286,36 @@ class CallerSession(Session):
         if frames is None:
             return
         self.heard_at_s = self.transport.loop.time()
-        if frames.frames and type(frames.frames[0]) is not Challenge:
+        if frames.frames and type(frames.frames[0]) is not wire.Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is Answer or isinstance(frame, (Failure, AnswerPart, Working, TooLarge)):
+            if type(frame) is wire.Answer or isinstance(
+                frame, (wire.Failure, wire.AnswerPart, wire.Working, wire.TooLarge)
+            ):
                 self._on_outcome(frame)
-            elif type(frame) is Challenge:
+            elif type(frame) is wire.Challenge:
                 self._on_challenge(frame)
-            elif type(frame) is Goodbye:
+            elif type(frame) is wire.Goodbye:
                 self.close(frame.reason[:200], frame.code)
 
-    def _on_outcome(self, frame: Answer | Failure | AnswerPart | Working | TooLarge) -> None:
-        call = self.pending.get(frame.id)
+    def _on_outcome(
+        self, frame: wire.Answer | wire.Failure | wire.AnswerPart | wire.Working | wire.TooLarge
+    ) -> None:
+        call = self.calls.get(frame.id)
         if call is None or call.answer.done():
             self.transport.stats.duplicates += 1
             return
         if call.is_in_window:
             self._leave_window(call)
-        if isinstance(frame, Answer):
+        if isinstance(frame, wire.Answer):
             if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
                 self.round_trips.observe((self.heard_at_s or 0.0) - call.sent_at_s)
             self._settle(call, frame)
-        elif isinstance(frame, Failure):
+        elif isinstance(frame, wire.Failure):
             self._settle(call, frame)
-        elif isinstance(frame, AnswerPart):
+        elif isinstance(frame, wire.AnswerPart):
             self._on_part(call, frame)
-        elif isinstance(frame, Working):
+        elif isinstance(frame, wire.Working):
             call.is_working = True
             call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
             call.quiet_until_s = self.transport.loop.time() + call.wait_s
@@ -351,8 +323,8 @@ class CallerSession(Session):
             call.is_settled = True
             call.answer.set_exception(AskOverStream(frame.size_bytes))
 
-    def _on_part(self, call: PendingDatagram, frame: AnswerPart) -> None:
-        if not (2 <= frame.num_parts <= MAX_PARTS and 0 <= frame.index < frame.num_parts):
+    def _on_part(self, call: PendingDatagram, frame: wire.AnswerPart) -> None:
+        if not (2 <= frame.num_parts <= wire.MAX_PARTS and 0 <= frame.index < frame.num_parts):
             self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
             return
         if (call.digest, len(call.parts)) != (frame.digest, frame.num_parts):
@@ -361,50 +333,42 @@ class CallerSession(Session):
         arrived = [part for part in call.parts if part is not None]
         if len(arrived) == frame.num_parts:
             try:
-                self._settle(call, decode_answer(b"".join(arrived)))
+                self._settle(call, wire.decode_answer(b"".join(arrived)))
             except UnreadablePacket as error:
                 call.is_settled = True
                 call.answer.set_exception(self._unreadable(call, error))
 
-    def _settle(self, call: PendingDatagram, outcome: Answer | Failure) -> None:
+    def _settle(self, call: PendingDatagram, outcome: wire.Answer | wire.Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
-        if isinstance(outcome, Failure):
-            head = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
-            call.answer.set_exception(from_wire(head, self.peer, call.method))
+        if isinstance(outcome, wire.Failure):
+            why = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
+            call.answer.set_exception(from_wire(why, self.peer, call.method))
             return
         try:
             reply = Reply(decode_payload(outcome.payload))
             if outcome.buffers or call.into is not None:
-                reply.buffers = self._take_in(call, reply.payload, outcome.buffers)
+                sizes = [len(buffer) for buffer in outcome.buffers]
+                self.transport.limits.check_sizes(sizes)
+                head = Head(call.method, reply.payload, sizes, self.peer, call.deadline)
+                body = memoryview(b"".join(outcome.buffers))
+                reply.buffers = received(head, call.into, self.transport.pool, body)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
             is_unreadable = isinstance(error, UNREADABLE) and not isinstance(error, ShoalError)
             call.answer.set_exception(self._unreadable(call, error) if is_unreadable else error)
         else:
             call.answer.set_result(reply)
 
-    def _take_in(self, call: PendingDatagram, payload: Any, buffers: list[bytes]) -> list[memoryview]:
-        sizes = [len(buffer) for buffer in buffers]
-        self.transport.limits.check_sizes(sizes)
-        given = call.into
-        if given is None:
-            return copy_in(self.transport.pool, buffers)
-        if callable(given):
-            given = given(Head(call.method, payload, sizes, self.peer, call.deadline))
-        views = fitting_views(given or (), sizes)
-        fill_all(views, buffers)
-        return views
-
     def _unreadable(self, call: PendingDatagram, error: Exception) -> ProtocolError:
         return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
 
-    def _on_challenge(self, frame: Challenge) -> None:
+    def _on_challenge(self, frame: wire.Challenge) -> None:
         """The other side sees another address than before: prove it, and ask again."""
         if len(frame.token) != TOKEN_BYTES:
             self.transport.on_bad_packet(self.peer, "a challenge that does not follow the protocol.")
         elif frame.token != self.token:
             self.token = frame.token
-            for call in self.pending.values():
+            for call in self.calls.values():
                 call.num_sends += 1
                 self.queue(call.frame)
 
@@ -417,7 +381,7 @@ class CallerSession(Session):
         for waiter in self.waiters:
             settle(waiter, error)
         self.waiters.clear()
-        for call in tuple(self.pending.values()):
+        for call in tuple(self.calls.values()):
             settle(call.answer, error)
         self.slots.let_all_in()
         self.transport.on_retired(self)
@@ -427,13 +391,13 @@ class CallerSession(Session):
         if self.state is CallerState.READY:
             self.state = CallerState.RETIRED
             self.transport.on_retired(self)
-            if not self.pending:
+            if not self.calls:
                 self.close("another session has taken its place.")
 
-    def close(self, reason: str, code: str = LEFT) -> None:
+    def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End every call, oldest first."""
         kind = _ENDINGS.get(code, PeerLost)
-        for call in self.pending.values():
+        for call in self.calls.values():
             what = f"{call.method} at {self.peer}: the session ended."
             settle(call.answer, kind(what, peer=self.peer, cause=reason))
         self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
@@ -461,35 +425,8 @@ def no_welcome(peer: Peer) -> DeadlineExceeded:
     )
 
 
-def other_peer(target: Peer, peer_id: PeerId | None) -> PeerRefused:
-    """The error for a target whose address another peer has."""
-    other = peer_id.short if peer_id else "nobody in particular"
-    expected = target.id.short if target.id else "nobody in particular"
-    return PeerRefused(
-        f"The peer at {target.address} is {other}, not {expected}.",
-        peer=target,
-        cause="another peer has taken that address.",
-        next_step="look the peer up again.",
-    )
-
-
-def other_version(peer: Peer, version: int) -> VersionMismatch:
-    """The error for a peer that cannot be understood."""
-    return VersionMismatch(
-        f"{peer} speaks another version of the datagram protocol ({version}) than this peer ({VERSION}).",
-        next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
-    )
-
-
-class Timed(Protocol):
-    """Somebody who wants to be woken, unless it is over by then."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody is to be woken any more."""
-
-    def on_timer(self, now_s: float) -> None:
-        """The time has come."""
+Timed = PendingDatagram | CallerSession
+"""What wants to be woken, by its `on_timer`, unless it `is_over` by then."""
 
 
 class Timers:
@@ -535,54 +472,3 @@ class Timers:
         self._rings_at_s = math.inf
         if heap:
             self._arm(heap[0][0])
-
-
-class CallSlots:
-    """Slots that are given in order of asking; there may be fewer than are taken already."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
-        self._loop = loop
-        self._num_free = num_places
-        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
-
-    def try_take(self) -> bool:
-        """Take a place if one is free; whoever waits has been given it already."""
-        if self._num_free > 0:
-            self._num_free -= 1
-            return True
-        return False
-
-    async def take(self, deadline: Deadline) -> bool:
-        """Wait for a place; False when the deadline has passed before there was one."""
-        if self.try_take():
-            return True
-        place: asyncio.Future[bool] = self._loop.create_future()
-        self._waiting[place] = None
-        try:
-            async with asyncio.timeout(deadline.timeout_s):
-                return await place
-        except TimeoutError:
-            return place.done() and not place.cancelled()  # given in the moment in which time was over
-        except asyncio.CancelledError:
-            if not place.cancelled() and place.done() and place.result():
-                self.give_back()  # given in the moment of being cancelled
-            raise
-        finally:
-            if place.cancelled():
-                self._waiting.pop(place, None)
-
-    def let_all_in(self) -> None:
-        """What the slots were for is over: nobody needs to wait for one."""
-        self._num_free = max(0, self._num_free)
-        while self._waiting:
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Pass the place to the next in line."""
-        while self._waiting and self._num_free >= 0:
-            place = next(iter(self._waiting))
-            del self._waiting[place]
-            if not place.done():
-                place.set_result(True)
-                return
-        self._num_free += 1

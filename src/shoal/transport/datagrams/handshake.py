@@ -20,11 +20,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shoal.core import Peer, PeerId, PeerRefused
+from shoal.core import Peer, PeerId, PeerRefused, VersionMismatch
 from shoal.core.ids import ID_BYTES
 from shoal.core.limits import RateLimiter
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.callee import CalleeSession
-from shoal.transport.datagrams.caller import CallerSession, CallerState, other_peer, other_version
+from shoal.transport.datagrams.caller import CallerSession, CallerState
 from shoal.transport.datagrams.sessions import (
     TOKEN_BYTES,
     AddressTokens,
@@ -33,32 +34,9 @@ from shoal.transport.datagrams.sessions import (
     Session,
     peer_at,
 )
-from shoal.transport.datagrams.wire import (
-    BUSY,
-    COUNTER,
-    GREETING_BYTES,
-    HEADER_BYTES,
-    HELLO_BYTES,
-    MIN_PACKET_BYTES,
-    NONCE_BYTES,
-    PREFIX,
-    SALT_BYTES,
-    SEALED,
-    SESSION_BYTES,
-    TAG_BYTES,
-    VERSION,
-    Challenge,
-    Envelope,
-    Goodbye,
-    Hello,
-    Kind,
-    Refusal,
-    SocketAddress,
-    UnreadablePacket,
-    Welcome,
-    version_answer,
-)
+from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import UNREADABLE, encode
+from shoal.transport.messages import other_peer
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -100,24 +78,24 @@ class Handshakes:
     def on_greeting(self, kind: int, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Takes a hello, a welcome or a refusal."""
         transport, codec = self._transport, self._codec
-        plain_kind = kind & ~SEALED
-        if plain_kind == Kind.HELLO and not socket.is_listening:
+        plain_kind = kind & ~wire.SEALED
+        if plain_kind == wire.Kind.HELLO and not socket.is_listening:
             transport.stats.refused += 1
             return
-        if bool(kind & SEALED) != codec.is_sealed:
+        if bool(kind & wire.SEALED) != codec.is_sealed:
             transport.stats.refused += 1
             why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
             transport.complain_once("refused a greeting", peer_at(where), why)
             return
-        if plain_kind == Kind.HELLO and self._is_repeated(packet, where, socket):
+        if plain_kind == wire.Kind.HELLO and self._is_repeated(packet, where, socket):
             return
         try:
             greeting = codec.open(packet)
-            if plain_kind == Kind.HELLO:
+            if plain_kind == wire.Kind.HELLO:
                 self._on_hello(greeting, packet, where, socket)
             elif greeting.body.hello_salt not in self._greeting:
                 transport.stats.duplicates += 1
-            elif plain_kind == Kind.WELCOME:
+            elif plain_kind == wire.Kind.WELCOME:
                 self._on_welcome(codec.verified(greeting), greeting.body)
             else:
                 self._on_refusal(codec.verified(greeting), greeting.body)
@@ -130,10 +108,10 @@ class Handshakes:
     def new_hello(self, caller: CallerSession) -> bytes:
         """A greeting; each is another one, so that a copy of it can keep nobody out."""
         transport = self._transport
-        salt = transport.random.randbytes(SALT_BYTES)
+        salt = transport.random.randbytes(wire.SALT_BYTES)
         target = caller.target.id.digest if caller.target.id else b""
-        hello = Hello(salt, self._codec.ephemeral, caller.id, target, transport.clock.wall_s())
-        packet = caller.hellos[salt] = self._codec.write(Kind.HELLO, hello)
+        hello = wire.Hello(salt, self._codec.ephemeral, caller.id, target, transport.clock.wall_s())
+        packet = caller.hellos[salt] = self._codec.write(wire.Kind.HELLO, hello)
         self._greeting[salt] = caller
         if len(caller.hellos) > _MAX_HELLOS:
             oldest = next(iter(caller.hellos))
@@ -156,7 +134,7 @@ class Handshakes:
         """The other side does not know a session: greet again, and make its calls again."""
         transport = self._transport
         caller = self._asking.get(packet[4:12])
-        counter = COUNTER.unpack_from(packet, 12)[0]
+        counter = wire.COUNTER.unpack_from(packet, 12)[0]
         if (
             caller is None
             or counter >= caller.num_sent
@@ -171,9 +149,9 @@ class Handshakes:
             heir.inherit(caller)
         caller.close("it does not know this session any more; it was started again, most likely.")
 
-    def _on_welcome(self, peer_id: PeerId | None, welcome: Welcome) -> None:
+    def _on_welcome(self, peer_id: PeerId | None, welcome: wire.Welcome) -> None:
         sizes = (len(welcome.salt), len(welcome.session_id), len(welcome.token))
-        if sizes != (SALT_BYTES, SESSION_BYTES, TOKEN_BYTES) or welcome.session_id in self._asking:
+        if sizes != (wire.SALT_BYTES, wire.SESSION_BYTES, TOKEN_BYTES) or welcome.session_id in self._asking:
             raise UnreadablePacket("a welcome that does not follow the protocol.")
         caller = self._greeting[welcome.hello_salt]
         target = caller.target
@@ -190,7 +168,7 @@ class Handshakes:
         self._asking[welcome.session_id] = caller
         caller.welcome(peer, seal, welcome.session_id, welcome.token, welcome.max_calls)
 
-    def _on_refusal(self, peer_id: PeerId | None, refusal: Refusal) -> None:
+    def _on_refusal(self, peer_id: PeerId | None, refusal: wire.Refusal) -> None:
         caller = self._greeting[refusal.hello_salt]
         peer = Peer(caller.target.address, peer_id)
         caller.refuse(PeerRefused(f"{peer} does not talk to this peer: {refusal.reason[:200]}", peer=peer))
@@ -214,7 +192,7 @@ class Handshakes:
     ) -> None:
         """Answer a hello; UnreadablePacket when it does not follow the protocol."""
         hello = greeting.body
-        if len(hello.salt) != SALT_BYTES or len(hello.session_id) != SESSION_BYTES:
+        if len(hello.salt) != wire.SALT_BYTES or len(hello.session_id) != wire.SESSION_BYTES:
             raise UnreadablePacket("a hello that does not follow the protocol.")
         if why := self._untimely(hello):
             self._on_stale_hello(why, hello, packet, where, socket)
@@ -227,7 +205,7 @@ class Handshakes:
         if reason:
             transport.stats.refused += 1
             transport.complain_once("refused a hello", peer, reason)
-            answer = self._codec.write(Kind.REFUSAL, Refusal(hello.salt, reason))
+            answer = self._codec.write(wire.Kind.REFUSAL, wire.Refusal(hello.salt, reason))
         else:
             answer = self._admit(peer, hello, packet[4:16], where, socket)
         if len(answer) <= len(packet):  # never more than it sent
@@ -235,25 +213,25 @@ class Handshakes:
             socket.send(answer, where)
 
     def _on_stale_hello(
-        self, why: str, hello: Hello, packet: bytes, where: SocketAddress, socket: DatagramSocket
+        self, why: str, hello: wire.Hello, packet: bytes, where: SocketAddress, socket: DatagramSocket
     ) -> None:
         """Recorded ones can be had in any number: they cost no check of a signature, and few an answer."""
         transport = self._transport
         transport.stats.refused += 1
         transport.complain_once("refused a hello", peer_at(where), why)
         if self._stale_answers.allows(transport.loop.time()):
-            answer = self._codec.write(Kind.REFUSAL, Refusal(hello.salt, why))
+            answer = self._codec.write(wire.Kind.REFUSAL, wire.Refusal(hello.salt, why))
             if len(answer) <= len(packet):
                 socket.send(answer, where)
 
-    def _untimely(self, hello: Hello) -> str:
+    def _untimely(self, hello: wire.Hello) -> str:
         """Why a hello is not of this time, or nothing."""
         gap_s = hello.wall_s - self._transport.clock.wall_s()
         if not self._codec.is_sealed or abs(gap_s) <= MAX_CLOCK_GAP_S:
             return ""
         return f"the hello's time is {gap_s:+.0f} s off: a clock is wrong, or it was recorded."
 
-    def _objection(self, peer_id: PeerId | None, hello: Hello) -> str:
+    def _objection(self, peer_id: PeerId | None, hello: wire.Hello) -> str:
         """Why a peer may not talk here, or nothing."""
         me = self._codec.peer_id
         if hello.target and (me is None or hello.target != me.digest):
@@ -261,19 +239,19 @@ class Handshakes:
         return "" if is_allowed(self._transport.access, peer_id) else DENIED
 
     def _admit(
-        self, peer: Peer, hello: Hello, nonce: bytes, where: SocketAddress, socket: DatagramSocket
+        self, peer: Peer, hello: wire.Hello, nonce: bytes, where: SocketAddress, socket: DatagramSocket
     ) -> bytes:
         """Begin a session whose address is not proven yet; the welcome to send."""
         transport, codec = self._transport, self._codec
-        callee = CalleeSession(transport, socket, peer, where, transport.random.randbytes(SESSION_BYTES))
+        callee = CalleeSession(transport, socket, peer, where)
         callee.hello_nonce = nonce
-        salt = transport.random.randbytes(SALT_BYTES)
+        salt = transport.random.randbytes(wire.SALT_BYTES)
         callee.begin(codec.session_seal(hello, peer.id, salt), hello.session_id)
         self.unproven.add(callee)
         token = self._tokens.make(where, callee.id, transport.loop.time())
         return codec.write(
-            Kind.WELCOME,
-            Welcome(hello.salt, salt, codec.ephemeral, callee.id, token, transport.limits.max_calls),
+            wire.Kind.WELCOME,
+            wire.Welcome(hello.salt, salt, codec.ephemeral, callee.id, token, transport.limits.max_calls),
         )
 
     def prove(
@@ -288,11 +266,11 @@ class Handshakes:
                 _remember(self._seen, callee.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
                 self._answered.pop((callee.hello_nonce, callee.where), None)
                 if not transport.make_room():
-                    socket.send(callee.packet([encode(Goodbye(_FULL, BUSY))]), where)
+                    socket.send(callee.packet([encode(wire.Goodbye(_FULL, wire.BUSY))]), where)
                     transport.drop(callee, _FULL)
                     return False
             return True
-        challenge = callee.packet([encode(Challenge(self._tokens.make(where, callee.id, now_s)))])
+        challenge = callee.packet([encode(wire.Challenge(self._tokens.make(where, callee.id, now_s)))])
         if len(challenge) <= len(packet):
             socket.send(challenge, where)
         return False
@@ -310,16 +288,23 @@ class Handshakes:
         transport = self._transport
         transport.stats.refused += 1
         version = packet[2]
-        if packet[3] == Kind.VERSION:
+        if packet[3] == wire.Kind.VERSION:
             for caller in tuple(self._greeting.values()):
                 if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
-                    caller.refuse(other_version(caller.target, version))
+                    caller.refuse(
+                        VersionMismatch(
+                            f"{caller.target} speaks another version of the datagram protocol ({version}) "
+                            f"than this peer ({wire.VERSION}).",
+                            next_step="install the same Shoal version on both sides; `shoal --version` "
+                            "tells it.",
+                        )
+                    )
             return
         transport.complain_once(
-            "refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}."
+            "refused a packet", peer_at(where), f"it speaks version {version}, not {wire.VERSION}."
         )
-        if socket.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
-            socket.send(version_answer(packet), where)
+        if socket.is_listening and len(packet) >= wire.MIN_PACKET_BYTES and self._may_answer():
+            socket.send(wire.version_answer(packet), where)
 
     def _may_answer(self) -> bool:
         return self._answers.allows(self._transport.loop.time())
@@ -383,15 +368,15 @@ class Greeting(NamedTuple):
     """A greeting that has been opened; nobody knows yet who wrote it."""
 
     kind: int
-    envelope: Envelope
+    envelope: wire.Envelope
     body: Any
 
 
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_envelope_decoder = msgspec.msgpack.Decoder(wire.Envelope)
 _body_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
-    Kind.HELLO: msgspec.msgpack.Decoder(Hello),
-    Kind.WELCOME: msgspec.msgpack.Decoder(Welcome),
-    Kind.REFUSAL: msgspec.msgpack.Decoder(Refusal),
+    wire.Kind.HELLO: msgspec.msgpack.Decoder(wire.Hello),
+    wire.Kind.WELCOME: msgspec.msgpack.Decoder(wire.Welcome),
+    wire.Kind.REFUSAL: msgspec.msgpack.Decoder(wire.Refusal),
 }
 
 
@@ -405,23 +390,27 @@ class HandshakeCodec:
         self.ephemeral = b""
         self._random = source
 
-    def write(self, kind: Kind, body: Hello | Welcome | Refusal) -> bytes:
+    def write(self, kind: wire.Kind, body: wire.Hello | wire.Welcome | wire.Refusal) -> bytes:
         """A greeting as it is sent."""
         content = encode(body)
         who, signature = self._signed(kind, content)
-        size_bytes = HELLO_BYTES if kind is Kind.HELLO else 0
-        sealed_bytes = GREETING_BYTES + TAG_BYTES * self.is_sealed
+        size_bytes = wire.HELLO_BYTES if kind is wire.Kind.HELLO else 0
+        sealed_bytes = wire.GREETING_BYTES + wire.TAG_BYTES * self.is_sealed
         envelope = encode((who, signature, content, b""))
         missing_bytes = size_bytes - sealed_bytes - len(envelope)
         if missing_bytes > 0:
             # from 256 bytes on the padding's own length takes a byte more
             envelope = encode((who, signature, content, bytes(missing_bytes - (missing_bytes > 255))))
-        header = PREFIX + bytes([kind | self.is_sealed * SEALED]) + self._random.randbytes(NONCE_BYTES)
+        header = (
+            wire.PREFIX
+            + bytes([kind | self.is_sealed * wire.SEALED])
+            + self._random.randbytes(wire.NONCE_BYTES)
+        )
         return self._seal(header, envelope)
 
     def open(self, packet: bytes) -> Greeting:
         """What a greeting says; by whom is to be `verified` before it is believed."""
-        kind = packet[3] & ~SEALED
+        kind = packet[3] & ~wire.SEALED
         try:
             envelope = _envelope_decoder.decode(self._open(packet))
             return Greeting(kind, envelope, _body_decoders[kind].decode(envelope.body))
@@ -430,33 +419,33 @@ class HandshakeCodec:
 
     def verified(self, greeting: Greeting) -> PeerId | None:
         """Who greets; UnreadablePacket when it is not whom it claims to be."""
-        return self._check(greeting.kind, greeting.envelope)
+        who = greeting.envelope.who
+        if len(who) not in (0, ID_BYTES):
+            raise UnreadablePacket("a greeting with a peer id of the wrong length.")
+        return PeerId(who) if who else None
 
-    def session_seal(self, theirs: Hello | Welcome, their_id: PeerId | None, my_salt: bytes) -> BareSeal:
+    def session_seal(
+        self, theirs: wire.Hello | wire.Welcome, their_id: PeerId | None, my_salt: bytes
+    ) -> BareSeal:
         """What protects the packets of the session that two greetings have begun."""
         return BareSeal()
 
     def unknown(self, packet: bytes) -> bytes:
         """What a packet of a session that nobody knows is answered: its session id and counter again."""
-        return PREFIX + bytes([Kind.UNKNOWN]) + packet[4:HEADER_BYTES]
+        return wire.PREFIX + bytes([wire.Kind.UNKNOWN]) + packet[4 : wire.HEADER_BYTES]
 
     def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
         """Whether this peer, rather than a passer-by, says that it does not know a session."""
-        return len(packet) == HEADER_BYTES
+        return len(packet) == wire.HEADER_BYTES
 
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return (self.peer_id.digest if self.peer_id else b""), b""
-
-    def _check(self, kind: int, envelope: Envelope) -> PeerId | None:
-        if len(envelope.who) not in (0, ID_BYTES):
-            raise UnreadablePacket("a greeting with a peer id of the wrong length.")
-        return PeerId(envelope.who) if envelope.who else None
 
     def _seal(self, header: bytes, envelope: bytes) -> bytes:
         return header + envelope
 
     def _open(self, packet: bytes) -> bytes:
-        return packet[GREETING_BYTES:]
+        return packet[wire.GREETING_BYTES :]
 
 
 class SealedHandshakeCodec(HandshakeCodec):
@@ -472,7 +461,9 @@ class SealedHandshakeCodec(HandshakeCodec):
         self.ephemeral = self._ephemeral_key.public_key().public_bytes_raw()
         self._public_key = membership.identity.public_key.public_bytes_raw()
 
-    def session_seal(self, theirs: Hello | Welcome, their_id: PeerId | None, my_salt: bytes) -> BareSeal:
+    def session_seal(
+        self, theirs: wire.Hello | wire.Welcome, their_id: PeerId | None, my_salt: bytes
+    ) -> BareSeal:
         """Keys for both directions; UnreadablePacket when the other side's half is no key."""
         mine = self._membership.peer_id.digest
         their = their_id.digest if their_id else b""
@@ -492,25 +483,30 @@ class SealedHandshakeCodec(HandshakeCodec):
         nothing.
         """
         header = super().unknown(packet)
-        nonce = self._random.randbytes(NONCE_BYTES)
+        nonce = self._random.randbytes(wire.NONCE_BYTES)
         return header + nonce + self._swarm.encrypt(nonce, b"", header + self._membership.peer_id.digest)
 
     def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
         """Whether a member says in this peer's name that it does not know a session."""
-        header, nonce = packet[:HEADER_BYTES], packet[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES]
+        header, nonce = (
+            packet[: wire.HEADER_BYTES],
+            packet[wire.HEADER_BYTES : wire.HEADER_BYTES + wire.NONCE_BYTES],
+        )
         named = header + (their_id.digest if their_id else b"")
         try:
-            return self._swarm.decrypt(nonce, packet[HEADER_BYTES + NONCE_BYTES :], named) == b""
+            return self._swarm.decrypt(nonce, packet[wire.HEADER_BYTES + wire.NONCE_BYTES :], named) == b""
         except (InvalidTag, ValueError):
             return False
 
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return self._public_key, self._membership.identity.sign(_signed_text(kind, content))
 
-    def _check(self, kind: int, envelope: Envelope) -> PeerId | None:
+    def verified(self, greeting: Greeting) -> PeerId | None:
+        """Who has signed it; UnreadablePacket when that is not whom it names."""
+        envelope = greeting.envelope
         try:
             key = Ed25519PublicKey.from_public_bytes(envelope.who)
-            key.verify(envelope.signature, _signed_text(kind, envelope.body))
+            key.verify(envelope.signature, _signed_text(greeting.kind, envelope.body))
         except (InvalidSignature, ValueError):
             raise UnreadablePacket("a greeting whose signature is not of the peer that it names.") from None
         return PeerId.of_public_key(envelope.who)
@@ -519,9 +515,9 @@ class SealedHandshakeCodec(HandshakeCodec):
         return header + self._swarm.encrypt(header[4:], envelope, header)
 
     def _open(self, packet: bytes) -> bytes:
-        header = packet[:GREETING_BYTES]
+        header = packet[: wire.GREETING_BYTES]
         try:
-            return self._swarm.decrypt(header[4:], packet[GREETING_BYTES:], header)
+            return self._swarm.decrypt(header[4:], packet[wire.GREETING_BYTES :], header)
         except (InvalidTag, ValueError):
             raise UnreadablePacket("a greeting that was sealed with another secret.") from None
 

@@ -10,32 +10,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import Address, Peer
-from shoal.transport.datagrams.wire import (
-    COUNTER,
-    HEADER_BYTES,
-    LEFT,
-    MAX_FRAME_BYTES,
-    MIN_PACKET_BYTES,
-    PREFIX,
-    TAG_BYTES,
-    Frames,
-    Goodbye,
-    Kind,
-    SocketAddress,
-    UnreadablePacket,
-    decode_frames,
-    encode_frames,
-)
+from shoal.transport.datagrams import wire
+from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
 from shoal.transport.frames import encode
-from shoal.transport.memory import BufferPool
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -46,7 +30,7 @@ MAX_TIMEOUT_S = 8.0
 TOKEN_BYTES = 8
 REPLAY_WINDOW = 1024
 """How far a packet may be overtaken by others and still be taken."""
-MIN_CALLER_CONTENT_BYTES = MIN_PACKET_BYTES - HEADER_BYTES - TAG_BYTES
+MIN_CALLER_CONTENT_BYTES = wire.MIN_PACKET_BYTES - wire.HEADER_BYTES - wire.TAG_BYTES
 _WINDOW_MASK = (1 << REPLAY_WINDOW) - 1
 _TOKEN_BUCKET_S = 60.0
 _GRAIN_S = 0.001  # what loops know of time
@@ -101,18 +85,13 @@ class Session:
     _min_content_bytes = 0
 
     def __init__(
-        self,
-        transport: DatagramTransport,
-        socket: DatagramSocket,
-        peer: Peer,
-        where: SocketAddress,
-        session_id: bytes,
+        self, transport: DatagramTransport, socket: DatagramSocket, peer: Peer, where: SocketAddress
     ) -> None:
         self.transport = transport
         self.socket = socket
         self.peer = peer
         self.where = where
-        self.id = session_id
+        self.id = transport.random.randbytes(wire.SESSION_BYTES)
         """What packets to this side are marked with."""
         self.their_id = b""
         self.used_at_s = transport.loop.time()
@@ -120,7 +99,10 @@ class Session:
         self.seal: BareSeal | None = None
         """None until both have greeted."""
         self._prefix = b""
-        self._counter = 0
+        self.calls: dict[int, Any] = {}
+        """Those under way: the caller's wait for an answer, the callee's have a handler that runs."""
+        self.num_sent = 0
+        """Packets sent so far: counters below this were used."""
         self._frames: list[bytes] = []
         self._frames_bytes = 0
 
@@ -128,29 +110,24 @@ class Session:
         """Both have greeted: packets may be sent."""
         self.seal = seal
         self.their_id = their_id
-        self._prefix = PREFIX + bytes([Kind.DATA]) + their_id
+        self._prefix = wire.PREFIX + bytes([wire.Kind.DATA]) + their_id
 
     @property
     def num_open(self) -> int:
         """The number of calls under way."""
-        raise NotImplementedError
+        return len(self.calls)
 
     @property
     def is_settled(self) -> bool:
         """Whether both sides know each other, and where."""
         raise NotImplementedError
 
-    @property
-    def num_sent(self) -> int:
-        """Packets sent so far: counters below this were used."""
-        return self._counter
-
     def queue(self, frame: bytes) -> None:
         """Send a frame with the others of this turn of the loop."""
         frames = self._frames
         if not frames:
             self.transport.on_dirty(self)
-        elif self._frames_bytes + len(frame) > MAX_FRAME_BYTES:
+        elif self._frames_bytes + len(frame) > wire.MAX_FRAME_BYTES:
             self._send()
         frames.append(frame)
         self._frames_bytes += len(frame)
@@ -172,24 +149,24 @@ class Session:
         """A packet with these frames; UnreadablePacket before the greetings."""
         if self.seal is None:
             raise UnreadablePacket("no keys yet.")
-        header = self._prefix + COUNTER.pack(self._counter)
-        self._counter += 1
-        return self.seal.seal(header, encode_frames(self._oldest(), frames, self._min_content_bytes))
+        header = self._prefix + wire.COUNTER.pack(self.num_sent)
+        self.num_sent += 1
+        return self.seal.seal(header, wire.encode_frames(self._oldest(), frames, self._min_content_bytes))
 
     def _oldest(self) -> int:
         return 0
 
-    def read(self, packet: bytes, where: SocketAddress) -> Frames | None:
+    def read(self, packet: bytes, where: SocketAddress) -> wire.Frames | None:
         """The frames of a packet that is genuine and new; None, and counted, for any other."""
         content = self.seal.open(packet) if self.seal is not None else None
         if content is None:
             self.transport.on_bad_packet(peer_at(where), "a packet that is not genuine.")
             return None
-        if not self.seal.is_fresh(COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
+        if not self.seal.is_fresh(wire.COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
             self.transport.on_replay(peer_at(where))
             return None
         try:
-            return decode_frames(content)
+            return wire.decode_frames(content)
         except UnreadablePacket:
             self.transport.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
             return None
@@ -198,14 +175,14 @@ class Session:
         """A packet of this session has come."""
         raise NotImplementedError
 
-    def leave(self, reason: str, code: str = LEFT) -> None:
+    def leave(self, reason: str, code: str = wire.LEFT) -> None:
         """Tell the other side that this one ends the session."""
         if self.is_settled:
             for _ in range(_GOODBYES):
-                self.queue(encode(Goodbye(reason, code)))
+                self.queue(encode(wire.Goodbye(reason, code)))
                 self.flush()
 
-    def close(self, reason: str, code: str = LEFT) -> None:
+    def close(self, reason: str, code: str = wire.LEFT) -> None:
         """End it on this side; nothing is sent any more."""
         raise NotImplementedError
 
@@ -224,7 +201,7 @@ class BareSeal:
 
     def open(self, packet: bytes) -> bytes | None:
         """The content of a packet, None when it is not genuine."""
-        return packet[HEADER_BYTES:]
+        return packet[wire.HEADER_BYTES :]
 
     def is_fresh(self, counter: int) -> bool:
         """Whether a genuine packet comes for the first time; ask once for each."""
@@ -246,9 +223,9 @@ class AeadSeal(BareSeal):
 
     def open(self, packet: bytes) -> bytes | None:
         """The content of a packet, None when it is not genuine."""
-        header = packet[:HEADER_BYTES]
+        header = packet[: wire.HEADER_BYTES]
         try:
-            return self._decrypt(header[8:], packet[HEADER_BYTES:], header)
+            return self._decrypt(header[8:], packet[wire.HEADER_BYTES :], header)
         except (InvalidTag, ValueError):
             return None
 
@@ -296,18 +273,3 @@ class AddressTokens:
     def _token(self, where: SocketAddress, session_id: bytes, bucket: int) -> bytes:
         text = b"%d:%s:%s" % (bucket, session_id, repr(where[:2]).encode())
         return hashlib.blake2b(text, key=self._key, digest_size=TOKEN_BYTES, person=b"shoal address").digest()
-
-
-def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
-    """The same bytes in aligned memory."""
-    if len(buffers) == 1:
-        return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
-    views = pool.allocate_all([len(buffer) for buffer in buffers])
-    fill_all(views, buffers)
-    return views
-
-
-def fill_all(views: Sequence[memoryview], buffers: Sequence[bytes]) -> None:
-    """Copy each buffer to its place."""
-    for view, buffer in zip(views, buffers, strict=True):
-        view[:] = buffer

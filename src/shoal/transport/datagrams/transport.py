@@ -7,8 +7,6 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import (
@@ -25,41 +23,28 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.limits import RateLimiter
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
     AskOverStream,
     CallerSession,
     CallerState,
-    CallSlots,
     PendingDatagram,
     Timers,
     no_welcome,
 )
 from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
 from shoal.transport.datagrams.sessions import Session, Stats, peer_at
-from shoal.transport.datagrams.wire import (
-    HEADER_BYTES,
-    LEFT,
-    MAGIC,
-    MAX_FRAME_BYTES,
-    MAX_PACKET_BYTES,
-    PREFIX,
-    REFUSED,
-    SEALED,
-    SESSION_BYTES,
-    VERSION,
-    Kind,
-    SocketAddress,
-)
+from shoal.transport.datagrams.wire import SocketAddress
 from shoal.transport.frames import Mode
-from shoal.transport.limits import ByteBudget, Complaints, Limits
+from shoal.transport.limits import ByteBudget, CallSlots, Complaints, Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import (
-    Allocate,
+    Buffers,
     Channel,
+    Into,
     Reply,
     Routes,
-    Serve,
-    ServeChannel,
+    Target,
     Transport,
     byte_views,
     encode_head,
@@ -68,8 +53,6 @@ from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
 from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from shoal.transport.streams.transport import StreamTransport
 
 log = logging.getLogger(__name__)
@@ -79,9 +62,9 @@ WINDOW = 64
 SESSIONS_A_CONNECTION = 4
 """So many sessions for each of `Limits.max_connections`: they cost much less."""
 _EVICTED_SHARE = 8  # one in so many idle sessions goes when there are too many
-_MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
-_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
-_GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
+_MAX_REST_BYTES = wire.MAX_FRAME_BYTES - 10  # of a request, without its tag and id
+_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(wire.Kind.DATA)
+_GREETINGS = (wire.Kind.HELLO, wire.Kind.WELCOME, wire.Kind.REFUSAL)
 _ACCESS_S = 1.0  # how soon a peer that is denied is gone
 _DENIED = "it may no longer talk to this peer."
 _COMPLAIN_AGAIN_S = 600.0
@@ -91,7 +74,7 @@ _REQUEST_TOO_LARGE = "its request does not fit into a datagram"
 _CLOSING_S = 1.0  # for what the system had no room for
 
 
-class DatagramTransport:
+class DatagramTransport(Transport):
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
     A call whose request does not fit into a datagram, or whose answer not into a few, goes over `streams` to
@@ -105,6 +88,7 @@ class DatagramTransport:
     scope: Scope
     handshakes: Handshakes
     _opening: asyncio.Lock
+    _standing: StandingScope
 
     def __init__(
         self,
@@ -137,7 +121,6 @@ class DatagramTransport:
         self._membership = None if self.network.is_simulated else membership
         self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
-        self._closing = contextlib.AsyncExitStack()
         self._callers: dict[Peer, CallerSession] = {}
         self._sockets: list[DatagramSocket] = []
         self._dirty: list[Session] = []
@@ -149,13 +132,38 @@ class DatagramTransport:
     async def __aenter__(self) -> Self:
         if self.is_open:
             raise UsageError("The transport is open already.", next_step="open it in one place only.")
-        await self._closing.enter_async_context(self._opened())
+        self.loop = asyncio.get_running_loop()
+        self.timers = Timers(self.loop)
+        self.window = CallSlots(self.loop, WINDOW)
+        self._opening = asyncio.Lock()
+        membership = self._membership
+        self.handshakes = Handshakes(
+            self,
+            HandshakeCodec(self.peer_id, self.random)
+            if membership is None
+            else SealedHandshakeCodec(membership, self.random),
+        )
+        self.is_watching = self.access is None
+        self._standing = StandingScope("datagram transport")
+        self.scope = await self._standing.open()
+        self.is_open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._closing.aclose()
+    async def __aexit__(self, *error: object) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        try:
+            self._leave()
+            await self._standing.close()
+        finally:
+            self.complaints.flush()
+            self.pool.clear()
+            sockets, self._sockets = self._sockets, []
+            for socket in sockets:  # all of them, before anything is waited for
+                socket.begin_closing()
+            for socket in sockets:
+                await socket.close()
 
     @property
     def num_sessions(self) -> int:
@@ -175,16 +183,6 @@ class DatagramTransport:
 
     # --- answering ---
 
-    def handle(
-        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
-    ) -> None:
-        """Answer calls of this method; payloads that are not of `payload_type` are refused."""
-        self.routes.add(method, serve, allocate, payload_type)
-
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method, which come over streams."""
-        self.routes.add_channel(method, serve, payload_type)
-
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
@@ -196,13 +194,13 @@ class DatagramTransport:
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
         request = self._encode(peer, method, payload, buffers, deadline, _CALL)
@@ -219,13 +217,7 @@ class DatagramTransport:
         return await streams.call(peer, method, payload, buffers, deadline=deadline, into=into)
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; sent again until it has arrived or its time is over."""
         request = self._encode(peer, method, payload, buffers, deadline, _ONE_WAY)
@@ -236,7 +228,7 @@ class DatagramTransport:
         return None
 
     def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> contextlib.AbstractAsyncContextManager[Channel]:
         """Begin a conversation over a stream; UsageError where there are none."""
         if self.streams is None:
@@ -246,13 +238,7 @@ class DatagramTransport:
         return self.streams.open_channel(peer, method, payload, deadline=deadline)
 
     def _encode(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any,
-        buffers: Sequence[Any],
-        deadline: Deadline,
-        mode: int,
+        self, peer: Target, method: str, payload: Any, buffers: Buffers, deadline: Deadline, mode: int
     ) -> tuple[bytes, float] | None:
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
@@ -271,12 +257,7 @@ class DatagramTransport:
         return (rest, self.loop.time() + remaining_s) if len(rest) <= _MAX_REST_BYTES else None
 
     async def _begin(
-        self,
-        target: Peer | Address,
-        method: str,
-        request: tuple[bytes, float],
-        deadline: Deadline,
-        into: Any,
+        self, target: Target, method: str, request: tuple[bytes, float], deadline: Deadline, into: Into
     ) -> PendingDatagram:
         """Send a request as soon as there is a session with a place for it, and a place in the window."""
         peer = target if type(target) is Peer else Peer(target)  # type: ignore[arg-type]
@@ -288,26 +269,20 @@ class DatagramTransport:
             if caller is None or caller.state is not CallerState.READY:
                 caller = await self._connect(peer, deadline)
             slots = caller.slots
-            if not slots.try_take():
-                await self._wait(slots.take(deadline), method, peer, "its calls at once are open already")
-            if not window.try_take():
-                try:
-                    await self._wait(window.take(deadline), method, peer, "many calls wait for answers")
-                except BaseException:
-                    slots.give_back()
-                    raise
+            if not (slots.try_take() or await slots.take(deadline)):
+                raise _not_sent(method, peer, "its calls at once are open already.")
+            try:
+                if not (window.try_take() or await window.take(deadline)):
+                    raise _not_sent(method, peer, "many calls wait for answers.")
+            except BaseException:
+                slots.give_back()
+                raise
             if caller.state is CallerState.READY:
                 return caller.ask(method, request[0], into, deadline, request[1])
             slots.give_back()
             window.give_back()
             if not self.is_open:
                 raise PeerLost(f"{method} at {peer}: the transport was closed before it was sent.", peer=peer)
-
-    async def _wait(self, taking: Any, method: str, peer: Peer, cause: str) -> None:
-        if not await taking:
-            raise DeadlineExceeded(
-                f"{method} at {peer} could not be sent before its deadline.", cause=f"{cause}."
-            )
 
     def _streams_for(self, method: str, why: str = _REQUEST_TOO_LARGE) -> StreamTransport:
         if self.streams is None:
@@ -349,7 +324,14 @@ class DatagramTransport:
         """A peer's address as sockets know it, and the socket to ask from."""
         try:
             where = await self.network.resolve(peer.address)
-            socket = await self._socket_for(where)
+            async with self._opening:  # those who ask at the same time share one
+                # the one that listens where there is one: then both ways have one address
+                socket = next((socket for socket in self._sockets if socket.can_reach(where)), None)
+                if socket is None:
+                    host = "0.0.0.0" if len(where) == 2 else "::"
+                    if self.network.is_simulated:
+                        host = getattr(self.network, "name", "localhost")
+                    socket = await self._open_socket(Address(host, 0), is_listening=False)
         except (UsageError, TimeoutError):  # the second is the deadline's
             raise
         except (OSError, ValueError) as error:
@@ -357,57 +339,9 @@ class DatagramTransport:
         self._require_open()
         return where, socket
 
-    async def _socket_for(self, where: SocketAddress) -> DatagramSocket:
-        """A socket to ask from, the one that listens where there is one: then both ways have one address."""
-        async with self._opening:  # those who ask at the same time share one
-            for socket in self._sockets:
-                if socket.can_reach(where):
-                    return socket
-            if self.network.is_simulated:
-                address = Address(getattr(self.network, "name", "localhost"), 0)
-            else:
-                address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
-            return await self._open_socket(address, is_listening=False)
-
     def _require_open(self) -> None:
         if not self.is_open:
             raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
-
-    # --- opening and closing ---
-
-    @contextlib.asynccontextmanager
-    async def _opened(self) -> AsyncIterator[None]:
-        """Between opening and closing."""
-        self.loop = asyncio.get_running_loop()
-        self.timers = Timers(self.loop)
-        self.window = CallSlots(self.loop, WINDOW)
-        self._opening = asyncio.Lock()
-        membership = self._membership
-        self.handshakes = Handshakes(
-            self,
-            HandshakeCodec(self.peer_id, self.random)
-            if membership is None
-            else SealedHandshakeCodec(membership, self.random),
-        )
-        self.is_watching = self.access is None
-        standing = StandingScope("datagram transport")
-        self.scope = await standing.open()
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
-            try:
-                self._leave()
-                await standing.close()
-            finally:
-                self.complaints.flush()
-                self.pool.clear()
-                sockets, self._sockets = self._sockets, []
-                for socket in sockets:  # all of them, before anything is waited for
-                    socket.begin_closing()
-                for socket in sockets:
-                    await socket.close()
 
     def _leave(self) -> None:
         """Tell those who wait, on either side."""
@@ -495,7 +429,7 @@ class DatagramTransport:
         self, target: Peer, where: SocketAddress, socket: DatagramSocket, not_before_s: float = 0.0
     ) -> CallerSession:
         """Begin a session, in the place of an earlier one with the same target."""
-        caller = CallerSession(self, socket, target, where, self.random.randbytes(SESSION_BYTES))
+        caller = CallerSession(self, socket, target, where)
         self.make_room()  # whom to ask is the program's own affair, and not refused
         earlier = self._callers.get(target)
         if earlier is not None:
@@ -518,7 +452,7 @@ class DatagramTransport:
         if caller.state is CallerState.CLOSED:
             self.sessions.pop(caller.id, None)
 
-    def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
+    def drop(self, session: Session, reason: str, code: str = wire.LEFT) -> None:
         """End a session and forget it."""
         session.close(reason, code)
         self.sessions.pop(session.id, None)
@@ -548,8 +482,8 @@ class DatagramTransport:
             peer_id = session.peer.id
             if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
                 self.complain_once("ended a session", session.peer, _DENIED)
-                session.leave("this peer may no longer talk to it.", REFUSED)
-                self.drop(session, _DENIED, REFUSED)
+                session.leave("this peer may no longer talk to it.", wire.REFUSED)
+                self.drop(session, _DENIED, wire.REFUSED)
         self.is_watching = True
         self._watched_packets = self.stats.packets_in
         self._access_timer = self.loop.call_later(_ACCESS_S, self._watch_on)
@@ -560,6 +494,10 @@ class DatagramTransport:
             self.is_watching, self._access_timer = False, None
         else:
             self.watch()
+
+
+def _not_sent(method: str, peer: Peer, cause: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{method} at {peer} could not be sent before its deadline.", cause=cause)
 
 
 class DatagramSocket(asyncio.DatagramProtocol):
@@ -619,9 +557,9 @@ class DatagramSocket(asyncio.DatagramProtocol):
         stats.bytes_in += len(data)
         if not transport.is_watching:
             transport.watch()
-        if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
+        if data[:3] == wire.PREFIX and len(data) >= wire.HEADER_BYTES:
             kind = data[3]
-            if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
+            if kind == _DATA and len(data) <= wire.MAX_PACKET_BYTES:
                 session = self._sessions.get(data[4:12])
                 if session is not None:
                     session.receive(data, addr, self)
@@ -629,7 +567,7 @@ class DatagramSocket(asyncio.DatagramProtocol):
                     self._handshakes.on_stray(data, addr, self)
             else:
                 self._on_greeting(kind, data, addr)
-        elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
+        elif data[:2] == wire.MAGIC and len(data) >= 12 and data[2] != wire.VERSION:
             self._handshakes.on_other_version(data, addr, self)
         else:
             transport.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
@@ -637,9 +575,9 @@ class DatagramSocket(asyncio.DatagramProtocol):
 
     def _on_greeting(self, kind: int, data: bytes, where: SocketAddress) -> None:
         handshakes = self._handshakes
-        if kind == Kind.UNKNOWN:
+        if kind == wire.Kind.UNKNOWN:
             handshakes.on_unknown(data)
-        elif (kind & ~SEALED) in _GREETINGS and len(data) <= MAX_PACKET_BYTES:
+        elif (kind & ~wire.SEALED) in _GREETINGS and len(data) <= wire.MAX_PACKET_BYTES:
             handshakes.on_greeting(kind, data, where, self)
         else:
             self._transport.on_bad_packet(peer_at(where), "a packet of no known kind.")
@@ -673,10 +611,3 @@ class DatagramSocket(asyncio.DatagramProtocol):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSING_S):
                     await self._closed.wait()
-
-
-if TYPE_CHECKING:
-
-    def _is_a_transport(datagrams: DatagramTransport) -> Transport:
-        """Held by mypy: what this file makes is what `messages` promises."""
-        return datagrams

@@ -189,6 +189,7 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
     code: str = ""
 
 
+# those for callees are handled in `CalleeSession.receive`, those for callers in `CallerSession.receive`
 Frame = Request | Cancel | Proof | Answer | Failure | AnswerPart | Working | TooLarge | Challenge | Goodbye
 
 

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from shoal.core import Address, Clock, UsageError
+from shoal.transport.network import faults
 from shoal.transport.network.distributions import Draws
-from shoal.transport.network.faults import (
-    Event,
-    FaultScript,
-    Kill,
-    Schedule,
-    Skew,
-    Slow,
-)
-from shoal.transport.network.links import DownLine, Effects, FaultyLink, UpLine, WayLink, effects_on
-from shoal.transport.network.pipes import Loop, Timer, nothing
+from shoal.transport.network.faults import Event, FaultScript, Schedule
+from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, UpLine, WayLink
+from shoal.transport.network.pipes import Loop, Passage, Timer, nothing
 from shoal.transport.network.profiles import Profile, Way
 
-_NOBODY: tuple[str | None, ...] = ()
+PeerNames = tuple[str | None, ...]
+"""All that a script may call a peer; none for one that is not known."""
+LinkPart = Literal["whole", "leaving", "arriving"]
 _ANY = Address("any", 0)
 T = TypeVar("T")
+L = TypeVar("L", UpLine, DownLine)
+_HELD = Passage(math.inf, math.inf)
 
 
 class Conditions:
@@ -144,7 +143,7 @@ class Conditions:
     def is_dead(self, address: Address) -> bool:
         """Whether the script has killed this peer."""
         return any(
-            event.is_active and isinstance(event.fault, Kill) and event.concerns(self._names(address))
+            event.is_active and isinstance(event.fault, faults.Kill) and event.concerns(self._names(address))
             for event in self._events()
         )
 
@@ -153,7 +152,7 @@ class Conditions:
         skews = [
             event
             for event in self._events()
-            if isinstance(event.fault, Skew) and event.concerns(self._names(address))
+            if isinstance(event.fault, faults.Skew) and event.concerns(self._names(address))
         ]
         return _SkewedClock(self, clock, skews) if skews else clock
 
@@ -163,29 +162,22 @@ class Conditions:
 
     # --- links ---
 
-    def link(self, source: Address, target: Address) -> WayLink:
-        """The whole way: one's line up, the way between, the other's line down."""
-        return self._link(source, target, "whole")
+    def link(self, source: Address | None, target: Address | None, part: LinkPart = "whole") -> WayLink:
+        """One's line up, the way between, the other's line down.
 
-    def leaving(self, here: Address, target: Address | None) -> WayLink:
-        """What a sender shapes itself: its line up, and the way to a peer that it knows."""
-        return self._link(here, target, "leaving")
-
-    def arriving(self, source: Address | None, here: Address) -> WayLink:
-        """What a receiver shapes itself: its line down, and the way from a peer that it has dialed."""
-        return self._link(source, here, "arriving")
-
-    def _link(
-        self, source: Address | None, target: Address | None, part: Literal["whole", "leaving", "arriving"]
-    ) -> WayLink:
+        `leaving` is what a sender shapes itself: its line up, and the way to a peer that it knows; `arriving`
+        what a receiver does: its line down, and the way from a peer that it has dialed.
+        """
         if self._loop is None and self._schedule is not None:
             self.start()
         key = (source, target, part)
         link = self._links.get(key)
         if link is None:
-            up = self._up_line(source) if source and part != "arriving" else None
-            down = self._down_line(target) if target and part != "leaving" else None
-            way = Way()
+            up, down, way = None, None, Way()
+            if source and part != "arriving":
+                up = self._line(self._up, source, self.profile.line_of(source).up_mbit_s, UpLine)
+            if target and part != "leaving":
+                down = self._line(self._down, target, self.profile.line_of(target).down_mbit_s, DownLine)
             if source and target:
                 way = self._only_way or self.profile.way_between(source, target)
             if source == target:  # a peer reaches itself through no network
@@ -203,32 +195,24 @@ class Conditions:
         place = self.profile.line_of(here)
         return self._schedule is not None or bool(place.up_mbit_s or place.down_mbit_s)
 
-    def _up_line(self, peer: Address) -> UpLine | None:
-        if peer not in self._up:
-            place = self.profile.line_of(peer)
-            self._up[peer] = line = UpLine(place.up_mbit_s, place.queue_ms) if place.up_mbit_s else None
+    def _line(
+        self, lines: dict[Address, L | None], peer: Address, mbit_s: float | None, make: type[L]
+    ) -> L | None:
+        """A peer's own line up or down, which all its links share; None where it has no limit."""
+        if peer not in lines:
+            lines[peer] = line = make(mbit_s, self.profile.line_of(peer).queue_ms) if mbit_s else None
             if line is not None:
                 line.slowness = self._slowness(peer)
-        return self._up[peer]
-
-    def _down_line(self, peer: Address) -> DownLine | None:
-        if peer not in self._down:
-            place = self.profile.line_of(peer)
-            self._down[peer] = line = (
-                DownLine(place.down_mbit_s, place.queue_ms) if place.down_mbit_s else None
-            )
-            if line is not None:
-                line.slowness = self._slowness(peer)
-        return self._down[peer]
+        return lines[peer]
 
     # --- faults ---
 
     def _events(self) -> list[Event]:
         return [] if self._schedule is None else self._schedule.events
 
-    def _names(self, peer: Address | None) -> tuple[str | None, ...]:
+    def _names(self, peer: Address | None) -> PeerNames:
         if peer is None or self._schedule is None:
-            return _NOBODY
+            return ()
         return self._schedule.names_of(peer, self.profile.place_of(peer))
 
     def _slow_lines(self) -> None:
@@ -242,13 +226,167 @@ class Conditions:
         slowness = 1.0
         for event in self._events():
             fault = event.fault
-            if event.is_active and isinstance(fault, Slow) and not (fault.link or fault.between):
+            if event.is_active and isinstance(fault, faults.Slow) and not (fault.link or fault.between):
                 slowness *= fault.factor if event.concerns(self._names(peer)) else 1.0
         return slowness
 
     def effects_on(self, source: Address | None, target: Address | None) -> Effects:
         """What the script does now to a link, or, of a peer whose other side is not known, to its line."""
         return effects_on(self._events(), self._names(source), self._names(target), self._started_s)
+
+
+# --- what a fault script does to a link ---
+
+
+@dataclass(slots=True)
+class Effects:
+    """What faults do to one direction between two peers at one time."""
+
+    is_cut: bool = False
+    is_dead: bool = False
+    """One end is no more: datagrams are lost; streams carry what the operating system says of its end."""
+    resumes_s: float = -math.inf
+    """While either end is paused: until when; infinity when nobody knows."""
+    factor: float = 1.0
+    passes: float = 1.0
+    """The probability that a packet is not dropped."""
+    is_right: float = 1.0
+    """The probability that one is not damaged."""
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    reorder_by_s: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """When the receiver will be paused."""
+
+    def add(self, fault: faults.Fault) -> None:
+        """Take one more fault into account."""
+        if isinstance(fault, faults.Partition):
+            self.is_cut = True
+        elif isinstance(fault, faults.Slow):
+            self.factor *= fault.factor
+        elif isinstance(fault, faults.Drop):
+            self.passes *= 1 - fault.probability
+            self.is_cut |= self.passes == 0
+        elif isinstance(fault, faults.Corrupt):
+            self.is_right *= 1 - fault.probability
+        elif isinstance(fault, faults.Duplicate):
+            self.duplicate = max(self.duplicate, fault.probability)
+        elif isinstance(fault, faults.Reorder):
+            self.reorder = max(self.reorder, fault.probability)
+            self.reorder_by_s = max(self.reorder_by_s, fault.by_ms * 1e-3)
+
+
+def effects_on(events: Sequence[Event], source: PeerNames, target: PeerNames, started_s: float) -> Effects:
+    """What they do now between two peers; one whose other side is not known (no names) feels its own only."""
+    effects = Effects()
+    ends = [end for end in (source, target) if end]
+    for event in events:
+        fault = event.fault
+        if event.is_over:
+            continue
+        if isinstance(fault, faults.Pause):
+            if event.is_active and any(map(event.concerns, ends)):
+                effects.resumes_s = max(effects.resumes_s, started_s + event.ends_s)
+            elif target and event.concerns(target):
+                effects.pauses.append((started_s + event.began_s, started_s + event.ends_s))
+        elif event.is_active and isinstance(fault, faults.Kill):
+            effects.is_dead |= any(map(event.concerns, ends))
+        elif event.is_active and len(ends) == 2 and event.touches(source, target):
+            effects.add(fault)
+    effects.pauses.sort()
+    return effects
+
+
+class FaultyLink(WayLink):
+    """A link that a script may hurt; while it does not, it costs two comparisons more."""
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        ends: tuple[Address | None, Address | None],
+        way: Way,
+        lines: tuple[UpLine | None, DownLine | None],
+        draws: Draws,
+    ) -> None:
+        super().__init__(way, *lines, draws)
+        self._conditions = conditions
+        self._ends = ends
+        self._effects: Effects | None = None
+        self._version = -1
+        self._was_cut = False
+        per_byte_s = 0.0 if self._way is None else self._way.per_byte_s
+        self._unhurt = self._sample_s, self._jitter_s, self._loss, per_byte_s
+
+    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
+        """For bytes that must arrive; held up while the link is cut or one end is paused."""
+        effects = self._effects_at(now_s)
+        if effects is None:
+            return super().carry_stream(now_s, size_bytes)
+        if effects.is_cut or effects.resumes_s > now_s:
+            self._was_cut |= effects.is_cut
+            return _HELD
+        left_s, arrives_s, _ = super().carry_stream(now_s, size_bytes)
+        if self._was_cut:  # what could not pass is sent again when the sender tries the next time
+            self._was_cut = False
+            arrives_s += max(LEAST_RETRANSMISSION_S, 2 * (arrives_s - left_s))
+        arrives_s = _after(effects.pauses, arrives_s)
+        return Passage(left_s, arrives_s, self._is_damaged(effects, size_bytes))
+
+    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
+        """For a packet; one that meets a paused peer waits where it is known how long."""
+        effects = self._effects_at(now_s)
+        if effects is None:
+            return super().carry_datagram(now_s, size_bytes)
+        if effects.is_cut or effects.is_dead or effects.resumes_s == math.inf:
+            return ()
+        held_s = max(0.0, effects.resumes_s - now_s)  # what waits for a paused peer holds up nobody else
+        passages: list[Passage] = []
+        is_twice = effects.duplicate and self._uniform() < effects.duplicate
+        for _ in range(2 if is_twice else 1):
+            for left_s, in_order_s, _ in super().carry_datagram(now_s, size_bytes):
+                is_late = effects.reorder and self._uniform() < effects.reorder
+                late_s = effects.reorder_by_s * self._uniform() if is_late else 0.0
+                arrives_s = _after(effects.pauses, in_order_s + held_s + late_s)
+                if arrives_s < math.inf:
+                    is_damaged = self._is_damaged(effects, size_bytes)
+                    passages.append(Passage(left_s + held_s, arrives_s, is_damaged))
+        return passages
+
+    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have it called whenever what was held up may pass; returns how to stop that."""
+        return self._conditions.when_changed(callback)
+
+    def _effects_at(self, now_s: float) -> Effects | None:
+        """What holds now; None for nothing."""
+        conditions = self._conditions
+        if now_s >= conditions.next_change_s:
+            conditions.catch_up(now_s)
+        if self._version != conditions.version:
+            self._version = conditions.version
+            self._feel(conditions.effects_on(*self._ends))
+        return self._effects
+
+    def _feel(self, effects: Effects) -> None:
+        sample_s, jitter_s, loss, per_byte_s = self._unhurt
+        factor = effects.factor
+        self._sample_s = sample_s if factor == 1 else lambda uniform: factor * sample_s(uniform)
+        self._jitter_s = factor * jitter_s
+        self._loss = 1 - (1 - loss) * effects.passes if effects.passes < 1 else loss
+        if self._way is not None:
+            self._way.per_byte_s = factor * per_byte_s
+        is_quiet = effects == Effects() and not self._was_cut
+        self._effects = None if is_quiet else effects
+
+    def _is_damaged(self, effects: Effects, size_bytes: int) -> bool:
+        return effects.is_right < 1 and self.happens(1 - effects.is_right, size_bytes)
+
+
+def _after(pauses: Sequence[tuple[float, float]], arrives_s: float) -> float:
+    """When something can be heard by a receiver that will be paused then."""
+    for begins_s, ends_s in pauses:
+        if begins_s <= arrives_s < ends_s:
+            arrives_s = ends_s
+    return arrives_s
 
 
 def _register(table: dict[object, T], entry: T) -> Callable[[], None]:
@@ -278,6 +416,6 @@ class _SkewedClock:
         error_s = sum(
             event.fault.offset_s + event.fault.drift * (now_s - event.began_s)
             for event in self._skews
-            if isinstance(event.fault, Skew) and event.is_active
+            if isinstance(event.fault, faults.Skew) and event.is_active
         )
         return self._clock.wall_s() + error_s

@@ -1,7 +1,8 @@
 """Fault scripts: what goes wrong in a network, when, and for whom.
 
 A script is written in TOML (`docs/networks.md`). `Schedule` says what holds at a time and step; what that
-does to bytes and clocks is `conditions`'s business. Times count from the start of the network.
+does to bytes and clocks is `conditions`'s business: a new kind of fault is a class here, in `AnyFault`, and a
+case in `conditions.Effects`. Times count from the start of the network.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     count: Count | None = None
     chance: Probability = 1.0
 
+    why_for_good: ClassVar[str] = ""
+    """Why it ends with the script alone, where it does: then it takes neither `for_s` nor `for_steps`."""
+
     def groups(self) -> list[list[str]]:
         """The names, in the groups that they stand in; none for everybody."""
         if self.peer is not None:
@@ -49,6 +53,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Why it contradicts itself, or nothing."""
         if self.at_s is not None and self.at_step is not None:
             return "'at_s' and 'at_step' exclude each other"
+        if self.why_for_good and (self.for_s is not None or self.for_steps is not None):
+            return self.why_for_good
         if self.for_s is not None and self.for_steps is not None:
             return "'for_s' and 'for_steps' exclude each other"
         given = [name for name in ("peer", "peers", "link", "between") if getattr(self, name, None)]
@@ -86,11 +92,7 @@ class LinkFault(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Kill(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="kill"):
     """The peer ends and does not come back."""
 
-    def check(self) -> str:
-        """Why it contradicts itself, or nothing."""
-        if self.for_s is not None or self.for_steps is not None:
-            return "who is killed stays dead; 'pause' holds a peer for some time"
-        return super().check()
+    why_for_good: ClassVar[str] = "who is killed stays dead; 'pause' holds a peer for some time"
 
 
 class JoinWorld(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
@@ -99,26 +101,26 @@ class JoinWorld(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     They are called by the numbers after those of the workers before them, in the order of the script.
     """
 
+    why_for_good: ClassVar[str] = "who joins stays; let it 'leave' later"
+
     def check(self) -> str:
         """Why it contradicts itself, or nothing."""
         if self.peer is not None or self.peers is not None:
             return "who joins has no name before: it gets the next number; 'count' says how many join"
         if self.at_step is not None:
             return "who is not there yet does no steps; say 'at_s'"
-        if self.for_s is not None or self.for_steps is not None:
-            return "who joins stays; let it 'leave' later"
         return super().check()
 
 
 class LeaveWorld(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
     """The worker of a simulated world leaves it in order, between two steps."""
 
+    why_for_good: ClassVar[str] = "who leaves does not come back; a 'join' brings another worker"
+
     def check(self) -> str:
         """Why it contradicts itself, or nothing."""
         if self.peer is None and self.peers is None and self.count is None:
             return "it does not say who leaves: give 'peer', 'peers', or 'count' of those in [peers]"
-        if self.for_s is not None or self.for_steps is not None:
-            return "who leaves does not come back; a 'join' brings another worker"
         return super().check()
 
 

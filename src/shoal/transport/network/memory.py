@@ -13,14 +13,13 @@ import hashlib
 import logging
 import math
 import random
-import ssl
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import Address, Clock, UsageError, running_clock
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.pipes import IDEAL_LINK, Link, Pipe, corrupted
-from shoal.transport.network.sockets import Accepted, Network
+from shoal.transport.network.sockets import Accepted, Network, Tls
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,8 +57,10 @@ class MemoryNetwork:
         """The way between two hosts, whatever their ports."""
         names = (source.host, target.host)
         if (link := self.links.get(names)) is None:
-            known = [host.address if (host := self.hosts.get(end.host)) else end for end in (source, target)]
-            link = self.links[names] = self.conditions.link(*known) if self.conditions else IDEAL_LINK
+            here, there = (
+                host.address if (host := self.hosts.get(end.host)) else end for end in (source, target)
+            )
+            link = self.links[names] = self.conditions.link(here, there) if self.conditions else IDEAL_LINK
         return link
 
 
@@ -73,7 +74,9 @@ class MemoryHost(Network):
         self.address = Address(name, _FIRST_PORT)
         """What conditions know it by: the address that it is given first."""
         self.is_dead = False
-        self.random = _random_of(network.seed, name)
+        # not by hash(): it differs from process to process
+        digest = hashlib.blake2b(f"{network.seed} {name}".encode(), digest_size=16).digest()
+        self.random = random.Random(int.from_bytes(digest, "big"))
         self.clock: Clock = running_clock()
         self._network = network
         self._own_clock = self.clock
@@ -105,9 +108,7 @@ class MemoryHost(Network):
         listener = self._listeners[port] = MemoryListener(self, Address(self.name, port))
         return listener
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there, after one round trip; nothing is encrypted."""
         self._check_alive()
         loop = asyncio.get_running_loop()
@@ -119,8 +120,21 @@ class MemoryHost(Network):
         links = network.link(self.address, address), network.link(address, self.address)
         join(here, there, links, (self.random, target.random if target else self.random))
         answer: asyncio.Future[bool] = loop.create_future()
-        on_answer = functools.partial(self._on_dial_answer, here, answer)
-        here.send(functools.partial(self._offer, address, there, on_answer))
+
+        def offer() -> None:  # at the other host: hand over its end of the stream, and answer
+            target = network.hosts.get(address.host)
+            listener = target._listeners.get(address.port) if target else None
+            is_taken = target is not None and listener is not None and listener.offer(there)
+            if target is not None and is_taken:
+                target._open(there)
+            there.send(functools.partial(on_answer, is_taken))
+
+        def on_answer(is_taken: bool) -> None:  # at this host: bytes may follow, and wait for the protocol
+            if not answer.done():
+                answer.set_result(is_taken)
+                self._open(here)
+
+        here.send(offer)
         try:
             is_taken = await answer
             self._check_alive()
@@ -132,31 +146,11 @@ class MemoryHost(Network):
         if not is_taken:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
 
-    def _offer(self, address: Address, there: MemoryStream, answer: Callable[[bool], None]) -> None:
-        """At the other host: hand over its end of a new stream, and answer."""
-        target = self._network.hosts.get(address.host)
-        listener = target._listeners.get(address.port) if target else None
-        is_taken = target is not None and listener is not None and listener.offer(there)
-        if target is not None and is_taken:
-            target._open(there)
-        there.send(functools.partial(answer, is_taken))
-
-    def _on_dial_answer(self, here: MemoryStream, answer: asyncio.Future[bool], is_taken: bool) -> None:
-        """At this host again: bytes may follow at once, and wait for the protocol."""
-        if not answer.done():
-            answer.set_result(is_taken)
-            self._open(here)
-
     def _open(self, stream: MemoryStream) -> None:
         self._streams[stream] = None
-        stream.wait_for_protocol(self._forget)
+        stream.wait_for_protocol(lambda: self._streams.pop(stream, None))
 
-    def _forget(self, stream: MemoryStream) -> None:
-        self._streams.pop(stream, None)
-
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted stream; nothing is encrypted."""
         cast("MemoryAccepted", accepted).stream.attach(protocol)
 
@@ -246,12 +240,6 @@ class MemoryHost(Network):
             raise OSError(errno.ENETDOWN, f"host {self.name} was killed")
 
 
-def _random_of(seed: int, name: str) -> random.Random:
-    """Not by hash(): it differs from process to process."""
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
-    return random.Random(int.from_bytes(digest, "big"))
-
-
 class MemoryListener:
     """Accepts the streams that others dial to one port of a host."""
 
@@ -295,7 +283,7 @@ class MemoryAccepted:
 
     def close(self) -> None:
         """Close it unserved; does nothing once it is served."""
-        if not self.stream.has_protocol:
+        if self.stream.protocol is None:
             self.stream.close()
 
 
@@ -347,12 +335,12 @@ class MemoryStream(asyncio.Transport):
     def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
         super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
         self._loop = loop
-        self._protocol: asyncio.BaseProtocol | None = None
+        self.protocol: asyncio.BaseProtocol | None = None
         self._buffered: asyncio.BufferedProtocol | None = None
         self._outgoing: Pipe
         self._incoming: Pipe
         self._other: MemoryStream
-        self._on_lost: Callable[[MemoryStream], None] | None = None
+        self._on_lost: Callable[[], object] | None = None
         self._unread = b""
         self._high_bytes = _HIGH_WATER_BYTES
         self._is_writing_paused = False
@@ -368,7 +356,7 @@ class MemoryStream(asyncio.Transport):
         """Have something happen at the other end, after all that was sent before."""
         self._outgoing.push_eof(what)
 
-    def wait_for_protocol(self, on_lost: Callable[[MemoryStream], None]) -> None:
+    def wait_for_protocol(self, on_lost: Callable[[], object]) -> None:
         """Open this end; bytes wait until `attach`."""
         self._on_lost = on_lost
         self._incoming.pause()
@@ -377,23 +365,13 @@ class MemoryStream(asyncio.Transport):
         """Have a protocol speak; ConnectionResetError when the stream has ended meanwhile."""
         if self._is_closing:
             raise ConnectionResetError("the stream was closed before it was served")
-        self.set_protocol(protocol)
+        self.protocol = protocol
+        self._buffered = protocol if isinstance(protocol, asyncio.BufferedProtocol) else None
         protocol.connection_made(self)
         if not self._is_reading_paused:
             self._incoming.resume()
 
-    @property
-    def has_protocol(self) -> bool:
-        """Whether a protocol has been attached."""
-        return self._protocol is not None
-
     # --- what protocols use ---
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Speak to this one from now on."""
-        self._protocol = protocol
-        is_buffered = isinstance(protocol, asyncio.BufferedProtocol)
-        self._buffered = cast("asyncio.BufferedProtocol", protocol) if is_buffered else None
 
     def write(self, data: Buffer) -> None:
         """Send a copy of these bytes; `bytes` need none."""
@@ -485,7 +463,7 @@ class MemoryStream(asyncio.Transport):
             if self._buffered is not None:
                 self._fill(self._buffered, data)
             else:
-                cast("asyncio.Protocol", self._protocol).data_received(data)
+                cast("asyncio.Protocol", self.protocol).data_received(data)
         except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
             self._fail(error)
 
@@ -520,11 +498,11 @@ class MemoryStream(asyncio.Transport):
             self._incoming.resume()
 
     def _receive_eof(self) -> None:
-        if self._is_closing or self._protocol is None:
+        if self._is_closing or self.protocol is None:
             self.close()
             return
         try:
-            keeps_open = cast("asyncio.Protocol", self._protocol).eof_received()
+            keeps_open = cast("asyncio.Protocol", self.protocol).eof_received()
         except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
             self._fail(error)
             return
@@ -534,18 +512,18 @@ class MemoryStream(asyncio.Transport):
     def _drained(self) -> None:
         if self._is_closing:
             self._lose(None)
-        elif self._is_writing_paused and self._protocol is not None:
+        elif self._is_writing_paused and self.protocol is not None:
             self._is_writing_paused = False
-            self._protocol.resume_writing()
+            self.protocol.resume_writing()
 
     def _pause_writing_if_full(self) -> None:
         if (
-            self._protocol is not None
+            self.protocol is not None
             and not self._is_writing_paused
             and self.get_write_buffer_size() > self._high_bytes
         ):
             self._is_writing_paused = True
-            self._protocol.pause_writing()
+            self.protocol.pause_writing()
 
     def _reset_other(self, *, is_cutting: bool) -> None:
         if self._outgoing.is_unused:  # the other end does not know of this one yet, and never will
@@ -566,9 +544,9 @@ class MemoryStream(asyncio.Transport):
             return
         self._is_lost = True
         self._unread = b""
-        protocol, self._protocol, self._buffered = self._protocol, None, None
+        protocol, self.protocol, self._buffered = self.protocol, None, None
         if self._on_lost is not None:
-            self._on_lost(self)
+            self._on_lost()
         if protocol is not None:
             protocol.connection_lost(error)
 

@@ -7,6 +7,7 @@ shaped sockets both run on these.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import math
@@ -222,7 +223,7 @@ class Pipe:
         if isinstance(what, bytes):
             self._held_bytes += len(what)
         if self._stop_listening is None:
-            self._stop_listening = self._link.when_changed(self._release)
+            self._stop_listening = self._link.when_changed(self._on_link_changed)
 
     def _release(self) -> None:
         """Try again what was held up."""
@@ -237,6 +238,13 @@ class Pipe:
             self._stop_waiting_for_link()
             if self.is_full:
                 self._await_drain()
+
+    def _on_link_changed(self) -> None:
+        """Real links change in whichever thread the script's time passes."""
+        if isinstance(self._loop, PreciseTimers):
+            call_on_loop(self._loop.loop, self._release)
+        else:
+            self._release()
 
     def _stop_waiting_for_link(self) -> None:
         if self._stop_listening is not None:
@@ -302,6 +310,12 @@ class Pipe:
             self._arrival = None
             if crossing and not self._is_paused:
                 self._await_arrival(now_s, crossing[0][1])
+
+
+def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Have a loop call it, from any thread; nothing where the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
 
 
 class _PreciseTimer:

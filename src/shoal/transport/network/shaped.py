@@ -14,10 +14,8 @@ import functools
 import math
 import random
 import socket
-import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import Address, Clock
@@ -27,7 +25,7 @@ from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.distributions import digest_of
 from shoal.transport.network.faults import FaultScript
 from shoal.transport.network.links import WayLink
-from shoal.transport.network.pipes import Passage, Pipe, PreciseTimers, corrupted, nothing
+from shoal.transport.network.pipes import Pipe, PreciseTimers, call_on_loop, corrupted, nothing
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.sockets import (
     Accepted,
@@ -35,6 +33,7 @@ from shoal.transport.network.sockets import (
     Network,
     SocketAccepted,
     SocketNetwork,
+    Tls,
     is_wildcard,
 )
 
@@ -95,9 +94,7 @@ class ShapedNetwork(Network):
         self._begin()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -130,16 +127,14 @@ class ShapedNetwork(Network):
             listener.kill()
         return listener
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there, after one round trip."""
         timers = self._begin()
         if self.conditions.is_dead(address):
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{address} was killed")
         here = self.here or _NOBODY
-        leaving = self.conditions.leaving(here, address)
-        arriving = self.conditions.arriving(address, here)
+        leaving = self.conditions.link(here, address, "leaving")
+        arriving = self.conditions.link(address, here, "arriving")
         await cross(leaving, timers, _DIAL_BYTES)
         try:
             outside = await self.network.connect(address)
@@ -154,9 +149,7 @@ class ShapedNetwork(Network):
         inside = await self._open_tunnel(outside, leaving, arriving, timers, address)
         await self.network.dial(address, protocol, tls=tls, sock=inside)
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted connection, on the running loop."""
         timers = self._begin()
         here = self.here or _NOBODY
@@ -166,7 +159,10 @@ class ShapedNetwork(Network):
             return
         keep_in_children(taken.socket.fileno())  # the tunnel says so again once it holds it
         outside = socket.socket(fileno=taken.socket.detach())
-        leaving, arriving = self.conditions.leaving(here, None), self.conditions.arriving(None, here)
+        leaving, arriving = (
+            self.conditions.link(here, None, "leaving"),
+            self.conditions.link(None, here, "arriving"),
+        )
         inside = await self._open_tunnel(outside, leaving, arriving, timers, None)
         await self.network.adopt(SocketAccepted(inside, taken.origin), protocol, tls=tls)
 
@@ -337,8 +333,13 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         """Send one packet on its way."""
         if self._is_closing or self._socket is None:
             return
-        packet = bytes(data)
-        for arrives_s, arriving in self._passages(self._link_to(addr), packet):
+        self._look_where_it_is()
+        link = self._links.get(addr)
+        if link is None:
+            assert self._here is not None, "set when the socket was opened"
+            link = self._owner.conditions.link(self._here, self._owner.address_of(addr), "leaving")
+            self._links[addr] = link
+        for arrives_s, arriving in self._passages(link, bytes(data)):
             if arrives_s <= self._timers.time():
                 self._socket.sendto(arriving, addr)
             else:
@@ -351,16 +352,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         if here is not self._here and here is not None:
             self._here = here
             self._links.clear()
-            self._down = self._owner.conditions.arriving(None, here)
-
-    def _link_to(self, where: tuple[Any, ...]) -> WayLink:
-        self._look_where_it_is()
-        link = self._links.get(where)
-        if link is None:
-            assert self._here is not None, "set when the socket was opened"
-            link = self._owner.conditions.leaving(self._here, self._owner.address_of(where))
-            self._links[where] = link
-        return link
+            self._down = self._owner.conditions.link(None, here, "arriving")
 
     def _leave(self, packet: bytes, where: tuple[Any, ...]) -> None:
         self._num_leaving -= 1
@@ -481,29 +473,6 @@ class ShapedListener:
         self._listener.close()
 
 
-class _LoopLink:
-    """A link that tells of changes on the loop that uses it, whichever thread they come from."""
-
-    def __init__(self, link: WayLink, loop: asyncio.AbstractEventLoop) -> None:
-        self._link = link
-        self._loop = loop
-
-    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
-        return self._link.carry_stream(now_s, size_bytes)
-
-    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        return self._link.carry_datagram(now_s, size_bytes)
-
-    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return self._link.when_changed(functools.partial(call_on_loop, self._loop, callback))
-
-
-def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Have a loop call it, from any thread; nothing where the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
-
-
 class _End(asyncio.Protocol):
     """One socket, and the pipe that leads away from it."""
 
@@ -523,7 +492,7 @@ class _End(asyncio.Protocol):
         self._descriptor = -1
         self.pipe = Pipe(
             timers,
-            _LoopLink(link, timers.loop),
+            link,
             self._deliver,
             self._resume,
             buffer_bytes=self._queue_bytes,

@@ -43,6 +43,10 @@ _LAST_WORDS_S = 1.0
 """How long a side that takes no more is still read from."""
 
 
+Tls = ssl.SSLContext | None
+"""What secures a stream; None where it is plain."""
+
+
 class Accepted(Protocol):
     """A stream that somebody has dialed and nobody serves yet. For any thread."""
 
@@ -80,14 +84,10 @@ class Network(Protocol):
     async def listen(self, address: Address) -> Listener:
         """Accept streams there; UsageError when that cannot be."""
 
-    async def dial(
-        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there."""
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve a stream, on the running loop."""
 
     async def open_datagrams(
@@ -156,7 +156,7 @@ class SocketNetwork(Network):
 
     async def listen(self, address: Address) -> SocketListener:
         """Accept TCP connections there; UsageError when that cannot be."""
-        return SocketListener(await bind(address))
+        return SocketListener(await bind(address, socket.SOCK_STREAM))
 
     async def connect(self, address: Address) -> socket.socket:
         """A connected TCP socket; tries every address that the name has."""
@@ -184,16 +184,14 @@ class SocketNetwork(Network):
         address: Address,
         protocol: asyncio.BufferedProtocol,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls = None,
         sock: socket.socket | None = None,
     ) -> None:
         """Have `protocol` speak to whoever listens there, through `sock` where it is connected already."""
         connected = sock or await self.connect(address)
         await _carry(connected, protocol, tls, is_server=False)
 
-    async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` serve an accepted connection, on the running loop."""
         await _carry(cast("SocketAccepted", accepted).socket, protocol, tls, is_server=True)
 
@@ -202,7 +200,7 @@ class SocketNetwork(Network):
     ) -> asyncio.DatagramTransport:
         """A UDP socket there; UsageError when that cannot be."""
         loop = asyncio.get_running_loop()
-        bound = await bind_datagrams(address)
+        bound = await bind(address, socket.SOCK_DGRAM)
         try:
             carrier, _ = await loop.create_datagram_endpoint(lambda: protocol, sock=bound)
         except BaseException:
@@ -224,7 +222,7 @@ class SocketNetwork(Network):
 async def _carry(
     connected: socket.socket,
     protocol: asyncio.BufferedProtocol,
-    tls: ssl.SSLContext | None,
+    tls: Tls,
     *,
     is_server: bool,
 ) -> None:
@@ -244,32 +242,36 @@ async def _carry(
         raise
 
 
-async def bind(address: Address) -> socket.socket:
-    """A socket that listens there; UsageError when it cannot."""
-    listener, bound = await _socket_for(address, socket.SOCK_STREAM)
+async def bind(address: Address, kind: socket.SocketKind) -> socket.socket:
+    """A TCP socket that listens there, or a UDP socket; UsageError for what this machine cannot have."""
     try:
-        if os.name == "posix":  # elsewhere the option lets two programs share a port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(bound)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise _port_is_taken(address, error) from error
-    return listener
-
-
-async def bind_datagrams(address: Address) -> socket.socket:
-    """A UDP socket there, with a large buffer for what arrives; UsageError when it cannot be."""
-    bound, where = await _socket_for(address, socket.SOCK_DGRAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, type=kind, flags=socket.AI_PASSIVE
+        )
+        family, kind_found, protocol, _, where = infos[0]
+        bound = socket.socket(family, kind_found, protocol)
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+        raise UsageError(
+            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
+        ) from error
     try:
         bound.setblocking(False)
-        with contextlib.suppress(OSError):  # as much as the system allows
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
-        bound.bind(where)
+        if kind == socket.SOCK_STREAM:
+            if os.name == "posix":  # elsewhere the option lets two programs share a port
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+            bound.listen(_BACKLOG)
+        else:
+            with contextlib.suppress(OSError):  # as much as the system allows
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+            bound.bind(where)
     except OSError as error:
         bound.close()
-        raise _port_is_taken(address, error) from error
+        raise UsageError(
+            f"Cannot listen on {address}: {error.strerror}.",
+            cause="another program uses the port, or the address is not of this machine.",
+            next_step="choose another port, or 0 for any free one.",
+        ) from error
     return bound
 
 
@@ -290,28 +292,6 @@ def outward_host(wildcard: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:  # this machine has no network
             return "::1" if family == socket.AF_INET6 else "127.0.0.1"
-
-
-async def _socket_for(address: Address, kind: socket.SocketKind) -> tuple[socket.socket, Any]:
-    """A new socket, and where to bind it; UsageError for an address that this machine cannot have."""
-    try:
-        infos = await asyncio.get_running_loop().getaddrinfo(
-            address.host, address.port, type=kind, flags=socket.AI_PASSIVE
-        )
-        family, kind_found, protocol, _, where = infos[0]
-        return socket.socket(family, kind_found, protocol), where
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
-        raise UsageError(
-            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
-        ) from error
-
-
-def _port_is_taken(address: Address, error: OSError) -> UsageError:
-    return UsageError(
-        f"Cannot listen on {address}: {error.strerror}.",
-        cause="another program uses the port, or the address is not of this machine.",
-        next_step="choose another port, or 0 for any free one.",
-    )
 
 
 def unreachable(peer: Peer, error: OSError | ValueError) -> PeerError:

@@ -17,12 +17,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal._version import __version__
 from shoal.core import (
     SYSTEM_CLOCK,
     Deadline,
     DeadlineExceeded,
-    IdentityError,
     LimitExceeded,
     Peer,
     PeerBusy,
@@ -33,34 +31,21 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.transport.frames import (
-    HEADER,
-    INLINE_BYTES,
-    MAGIC,
-    UNREADABLE,
-    VERSION,
-    HelloHead,
-    Kind,
-    MessageHead,
-    Mode,
-    decode_payload,
-    encode,
-    frame,
-    from_goodbye,
-    from_wire,
-)
+from shoal.transport import frames
+from shoal.transport.frames import Kind, Mode, encode
 from shoal.transport.messages import Reply, byte_views, encode_head
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
-from shoal.transport.streams.calling import ConnectionRetired
-from shoal.transport.streams.decoder import Arrivals, FrameDecoder
-from shoal.transport.trust.tls import explain, peer_id_of
+from shoal.transport.streams.calls import ConnectionRetired
+from shoal.transport.streams.connection import greeting_peer, own_hello, proven_id
+from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.trust.tls import explain
 
 if TYPE_CHECKING:
     import msgspec
 
     from shoal.transport.streams.transport import StreamTransport
 
-MAX_CALL_BYTES = INLINE_BYTES
+MAX_CALL_BYTES = frames.INLINE_BYTES
 """The most that the buffers of a call may have; answers may be of any size."""
 _MAX_IDLE = 256  # connections to all peers together that wait for their next call
 _DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is more patient
@@ -76,13 +61,9 @@ class BlockingCaller:
         self._num_idle = 0
         self._dial_at_s: dict[Peer, float] = {}
         """When peers that had no place may be dialed again: a dial for each call would cost them most."""
-        self._is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
-        self._lock = threading.Lock()
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = type(transport.network) is SocketNetwork and hasattr(select, "poll")
         """Whether calls can be made: over real sockets only, and not once it is closed."""
-        return self._is_open
+        self._lock = threading.Lock()
 
     def call(
         self,
@@ -113,7 +94,7 @@ class BlockingCaller:
     def close(self) -> None:
         """Close connections that wait; those in use are closed when their calls have ended."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             idle, self._idle, self._num_idle = self._idle, {}, 0
         for connections in idle.values():
             for connection in connections:
@@ -150,7 +131,7 @@ class BlockingCaller:
     def _put_back(self, peer: Peer, connection: _BlockingConnection) -> None:
         dropped: list[_BlockingConnection] = []
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 dropped.append(connection)
             else:
                 self._idle.setdefault(peer, []).append(connection)
@@ -163,7 +144,7 @@ class BlockingCaller:
 
 
 class _BlockingConnection:
-    """One dialed connection with at most one call under way; it is what its decoder tells of frames."""
+    """One dialed connection with at most one call under way."""
 
     def __init__(self, transport: StreamTransport, peer: Peer, deadline: Deadline) -> None:
         self._peer = peer
@@ -171,8 +152,8 @@ class _BlockingConnection:
         self._pool = transport.pool
         self._access = transport.access
         self._proven_id: PeerId | None = None
-        self._decoder = FrameDecoder(self, self._limits.max_head_bytes)
-        self._arrivals = Arrivals(self._decoder)
+        self._decoder = FrameDecoder(self._on_frame, self._limits.max_head_bytes)
+        self._arrivals = self._decoder.arrivals
         self._call_id = -1
         self._method = "hello"
         self._payload_decoder: msgspec.msgpack.Decoder[Any] | None = None
@@ -189,17 +170,14 @@ class _BlockingConnection:
         close_in_children(self._socket.fileno())
         try:
             self._greet(transport)
-        except TimeoutError:
+        except BaseException as error:
             self.close()
-            raise no_answer(peer) from None
-        except ssl.SSLError as error:
-            self.close()
-            raise explain(error, peer) from error
-        except OSError as error:
-            self.close()
-            raise self._lost(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise no_answer(peer) from None
+            if isinstance(error, ssl.SSLError):
+                raise explain(error, peer) from error
+            if isinstance(error, OSError):
+                raise self._lost(str(error)) from error
             raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -210,16 +188,10 @@ class _BlockingConnection:
             descriptor = self._socket.fileno()
             self._socket = tls.wrap_socket(self._socket)
             assert self._socket.fileno() == descriptor
-            certificate = self._socket.getpeercert(True)
-            try:
-                self._proven_id = peer_id_of(certificate)
-            except IdentityError as error:
-                raise ProtocolError(error.what) from error
+            self._proven_id = proven_id(self._socket)
             if not self._is_allowed:
                 raise PeerRefused(f"The peer {self._proven_id.short} is not allowed here.", peer=self._peer)
-        own_id = transport.peer_id.digest if transport.peer_id else b""
-        hello = HelloHead(__version__, own_id, self._limits.max_calls, self._limits.max_message_bytes)
-        self._socket.sendall(frame(Kind.HELLO, 0, encode(hello)))
+        self._socket.sendall(frames.frame(Kind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits))))
         outcome = self._receive_outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -259,7 +231,9 @@ class _BlockingConnection:
         self._method = method
         self._payload_decoder = decoder
         self._outcome = None
-        header = HEADER.pack(MAGIC, VERSION, _REQUEST, len(head), self._call_id, total_bytes)
+        header = frames.HEADER.pack(
+            frames.MAGIC, frames.VERSION, _REQUEST, len(head), self._call_id, total_bytes
+        )
         try:
             self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
             self._socket.sendall(b"".join((header, head, *views)))
@@ -298,52 +272,30 @@ class _BlockingConnection:
             cause=cause,
         )
 
-    # --- what the decoder calls ---
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+    def _on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Note what the peer says of the call under way; other calls have ended before."""
         if kind == _REPLY:
             if call_id == self._call_id and self._outcome is None:
                 self._on_reply(head, body)
         elif kind == Kind.ERROR:
             if call_id == self._call_id:
-                self._outcome = from_wire(head, self._peer, self._method)
+                self._outcome = frames.from_wire(head, self._peer, self._method)
         elif kind == Kind.GOODBYE:
             self.is_usable = False
             if self._call_id < 0:
-                self._outcome = from_goodbye(head, self._peer)
+                self._outcome = frames.from_goodbye(head, self._peer)
             elif self._call_id > head.last_call_id:
                 self._outcome = ConnectionRetired()
         elif kind == Kind.HELLO and self._call_id < 0:
-            self._on_hello(head)
+            greeting_peer(head, self._peer, self._proven_id)
+            self._outcome = Reply()
         else:
             raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
 
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """Say where a part of a large answer belongs."""
-        return self._arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """A part is in its place; the answer may be complete with it."""
-        self._arrivals.on_chunk_end(call_id)
-
-    def _on_hello(self, head: HelloHead) -> None:
-        claimed = head.peer_id
-        if self._proven_id is not None and claimed != self._proven_id.digest:
-            raise ProtocolError("Its hello names another peer than its certificate.")
-        if self._peer.id is not None and claimed != self._peer.id.digest:
-            raise PeerRefused(
-                f"The peer at {self._peer.address} is not {self._peer.id.short}.",
-                peer=self._peer,
-                cause="another peer has taken that address.",
-                next_step="look the peer up again.",
-            )
-        self._outcome = Reply()
-
-    def _on_reply(self, head: MessageHead, body: memoryview) -> None:
+    def _on_reply(self, head: frames.MessageHead, body: memoryview) -> None:
         try:
-            payload = decode_payload(head.payload, self._payload_decoder)
-        except UNREADABLE as error:
+            payload = frames.decode_payload(head.payload, self._payload_decoder)
+        except frames.UNREADABLE as error:
             raise PeerRefused(
                 f"{self._peer} answered what cannot be read: {error}.", peer=self._peer
             ) from None
@@ -352,8 +304,6 @@ class _BlockingConnection:
             reply.buffers = self._pool.copy_in(head.sizes, body)
             self._outcome = reply
             return
-        if head.sizes and min(head.sizes) < 0:
-            raise ProtocolError("A message announced a buffer of negative size.")
         self._limits.check_sizes(head.sizes)
         reply.buffers = self._pool.allocate_all(head.sizes)
 

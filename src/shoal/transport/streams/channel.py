@@ -11,15 +11,8 @@ import msgspec
 
 from shoal.core import ProtocolError, UsageError
 from shoal.core.scope import settle
-from shoal.transport.frames import (
-    INLINE_BYTES,
-    UNREADABLE,
-    Kind,
-    MessageHead,
-    WindowHead,
-    decode_payload,
-    encode,
-)
+from shoal.transport import frames
+from shoal.transport.frames import Kind, encode
 from shoal.transport.messages import Reply, byte_views, encode_head
 
 if TYPE_CHECKING:
@@ -53,7 +46,7 @@ class StreamChannel:
     def open_window(self) -> None:
         """Tell the other side how many bytes it may send."""
         self._is_open = True
-        self._connection.send(Kind.WINDOW, self._call_id, encode(WindowHead(self._window_bytes)))
+        self._connection.send(Kind.WINDOW, self._call_id, encode(frames.WindowHead(self._window_bytes)))
 
     async def send(self, payload: Any = None, buffers: Sequence[Any] = ()) -> None:
         """Send an item, when the other side has room; returns when its buffers may be changed again."""
@@ -65,7 +58,7 @@ class StreamChannel:
         self._connection.check_size_for_peer(_ITEM, total_bytes)
         max_bytes = self._connection.limits.max_head_bytes
         raw = encode_head(_ITEM, payload, max_bytes)  # apart from the head: the receiver counts it too
-        head = encode_head(_ITEM, MessageHead(sizes, msgspec.Raw(raw)), max_bytes)
+        head = encode_head(_ITEM, frames.MessageHead(sizes, msgspec.Raw(raw)), max_bytes)
         cost_bytes = total_bytes + len(raw) + _ITEM_BYTES
         async with self._sending:
             # an item larger than the whole window may go when nothing else is on its way
@@ -84,7 +77,7 @@ class StreamChannel:
                 await left
             except asyncio.CancelledError:
                 # its owner may change the buffers now, and the other side must not take them for the item
-                self._is_broken = left.cancelled() and total_bytes > INLINE_BYTES
+                self._is_broken = left.cancelled() and total_bytes > frames.INLINE_BYTES
                 outbox.drop(self._call_id)
                 self._changed.set()
                 raise
@@ -109,7 +102,7 @@ class StreamChannel:
         self._held_bytes -= cost_bytes
         self._taken_bytes += cost_bytes
         if self._taken_bytes >= self._window_bytes // 4 or not self._items:
-            self._connection.send(Kind.WINDOW, self._call_id, encode(WindowHead(self._taken_bytes)))
+            self._connection.send(Kind.WINDOW, self._call_id, encode(frames.WindowHead(self._taken_bytes)))
             self._taken_bytes = 0
         return item
 
@@ -121,9 +114,9 @@ class StreamChannel:
         """Wait for the reply that ends the channel."""
         return await asyncio.shield(self._answer)
 
-    def on_item(self, head: MessageHead, body: memoryview) -> None:
+    def on_item(self, head: frames.MessageHead, body: memoryview) -> None:
         """An item has come, or begins to arrive when its buffers are large."""
-        self._connection.check_sizes(head.sizes)
+        self._connection.limits.check_sizes(head.sizes)
         cost_bytes = sum(head.sizes) + len(memoryview(head.payload)) + _ITEM_BYTES
         is_too_much = self._held_bytes and self._held_bytes + cost_bytes > self._window_bytes
         if not self._is_open or self._is_ended_there or is_too_much:
@@ -178,8 +171,8 @@ class StreamChannel:
             raise UsageError("The channel is over.", cause="the other side answered, or its block was left.")
 
 
-def _payload(head: MessageHead) -> Any:
+def _payload(head: frames.MessageHead) -> Any:
     try:
-        return decode_payload(head.payload)
-    except UNREADABLE as error:
+        return frames.decode_payload(head.payload)
+    except frames.UNREADABLE as error:
         raise ProtocolError(f"A channel's item cannot be read: {error}.") from error

@@ -1,8 +1,8 @@
 """One connection between two peers: many calls each way, multiplexed over one stream of bytes.
 
 It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
-How a call flows through it is drawn in docs/architecture.md. It is longer than other files because every
-frame passes here; what is done with one is elsewhere: in `calling`, `serving`, `channel` and `assembly`.
+How a call flows through it is drawn in docs/architecture.md. Every frame passes here; what is done with one
+is elsewhere: in `calling`, `serving`, `channel` and `decoder`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from shoal._version import __version__
@@ -30,23 +30,15 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
-from shoal.transport.frames import (
-    INLINE_BYTES,
-    GoodbyeHead,
-    HelloHead,
-    Kind,
-    MessageHead,
-    WindowHead,
-    encode,
-    from_goodbye,
-)
-from shoal.transport.limits import Limits
+from shoal.transport import frames
+from shoal.transport.frames import Kind, encode
+from shoal.transport.limits import CallSlots, Limits
+from shoal.transport.messages import other_peer
 from shoal.transport.network.sockets import release, sending_directly
-from shoal.transport.streams.calling import Calling, ConnectionRetired
+from shoal.transport.streams.calls import Calling, ConnectionRetired, Serving
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.decoder import Arrivals, FrameDecoder
+from shoal.transport.streams.decoder import FrameDecoder
 from shoal.transport.streams.outbox import Outbox
-from shoal.transport.streams.serving import Serving
 from shoal.transport.trust.tls import explain, peer_id_of
 
 if TYPE_CHECKING:
@@ -85,16 +77,24 @@ class Connection(asyncio.BufferedProtocol):
         self.is_usable = False
         """Whether new calls may begin here."""
         # twice what an honest peer may have left unread: an answer to each of its calls
-        self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
+        self.max_waiting_bytes = 2 * self.limits.max_calls * (frames.INLINE_BYTES + 1024)
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
         self.pool = shard.pool
-        self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
-        self.arrivals = Arrivals(self._decoder)
+        self._decoder = FrameDecoder(self._on_frame, self.limits.max_head_bytes)
+        self.arrivals = self._decoder.arrivals
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
-        self._stalls = StallDetector(self.limits)
+        self.channels: dict[int, StreamChannel] = {}
+        """Those of calls under way, both ways, by call id."""
+        # looked at about once a second; a sender may have more to do between the parts of a message than
+        # inside a frame, and a reader before it reads
+        self._frame_stall = StallTimer(self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._message_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._reading_stall = StallTimer(3 * self.limits.frame_s, self.limits.min_bytes_per_s)
+        self._seen_frames = 0  # that had begun to arrive at the last look
+        self._seen_bytes = 0  # that had been received at the last look
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
         self.is_watched = False
@@ -138,21 +138,15 @@ class Connection(asyncio.BufferedProtocol):
         if self.shard.access is not None:
             self._identify(self._transport)
             self.check_access()
-        peer_id = self.shard.peer_id.digest if self.shard.peer_id else b""
-        hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
-        self._send_now(Kind.HELLO, encode(hello))
+        self._send_now(Kind.HELLO, encode(own_hello(self.shard.peer_id, self.limits)))
         self.watch()
 
     def _identify(self, transport: asyncio.Transport) -> None:
         """Take the peer's id from its certificate, whose key TLS has seen it use."""
         try:
-            ssl_object = transport.get_extra_info("ssl_object")
-            certificate = ssl_object.getpeercert(True) if ssl_object else None
-            if certificate is None:
-                raise IdentityError("No certificate came with the connection.")
-            self._proven_id = peer_id_of(certificate)
-        except IdentityError as error:
-            self._cut_off(ProtocolError(error.what))
+            self._proven_id = proven_id(transport.get_extra_info("ssl_object"))
+        except ProtocolError as error:
+            self._cut_off(error)
             return
         if self.peer.id is None:
             self.peer = Peer(self.peer.address, self._proven_id)
@@ -238,28 +232,11 @@ class Connection(asyncio.BufferedProtocol):
         what = f"The connection to {self.peer} ended."
         return PeerLost(what, peer=self.peer, cause=cause, next_step=next_step)
 
-    # --- what the decoder calls ---
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
-        """Pass a frame to whom it concerns."""
-        self._stalls.num_frames += 1
+    def _on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+        """Pass a frame, which the decoder has found, to whom it concerns."""
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
         self._handlers[kind](call_id, head, body)
-
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """Say where a part of a message belongs; parts of messages that were given up are dropped."""
-        self._stalls.num_frames += 1
-        if self._state is _State.GREETING:
-            raise ProtocolError("A CHUNK frame came before the hello.")
-        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
-        if targets:
-            self._stalls.message_bytes += body_bytes
-        return targets
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """A part is in its place; the message may be complete with it."""
-        self.arrivals.on_chunk_end(call_id)
 
     # --- what the two sides of a call use ---
 
@@ -271,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def num_open(self) -> int:
         """The number of calls under way, both ways."""
-        return self.calling.num_open + self.serving.num_open
+        return len(self.calling.pending) + len(self.serving.calls)
 
     def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, unless the connection is over."""
@@ -297,17 +274,21 @@ class Connection(asyncio.BufferedProtocol):
     def rest(self) -> None:
         """Something has ended: unless more is expected, nobody needs to look after it."""
         if self.is_watched and self._is_quiet:
-            self.is_watched = False
-            self._stalls.rest()
+            self._stop_watching()
             self.shard.unwatch(self)
+
+    def _stop_watching(self) -> None:
+        """Nothing is expected of the peer now: what is expected later is something new."""
+        self.is_watched = False
+        for stall in (self._frame_stall, self._message_stall, self._reading_stall):
+            stall.is_waiting = False
 
     @property
     def _is_quiet(self) -> bool:
         """Whether nothing is expected of the other side."""
         return not (
             self._state is not _State.READY
-            or self.calling.num_open
-            or self.serving.num_open
+            or self.num_open
             or self._decoder.is_inside_frame
             or self.outbox.is_paused
         )
@@ -317,12 +298,6 @@ class Connection(asyncio.BufferedProtocol):
         self.arrivals.forget(call_id)
         if self._state is not _State.CLOSED:  # else the outbox has told the owners already, or will
             self.outbox.drop(call_id)
-
-    def check_sizes(self, sizes: Sequence[int]) -> None:
-        """LimitExceeded when a message's buffers are more than this peer takes."""
-        if sizes and min(sizes) < 0:
-            raise ProtocolError("A message announced a buffer of negative size.")
-        self.limits.check_sizes(sizes)
 
     def check_size_for_peer(self, method: str, total_bytes: int) -> None:
         """PeerRefused when the other side has said that it does not take so much."""
@@ -357,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._state = _State.LEAVING
         self.is_usable = False
-        self._send_now(Kind.GOODBYE, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self._send_now(Kind.GOODBYE, encode(frames.GoodbyeHead(code, reason, self.serving.last_call_id)))
         self.close_when_done()
 
     def close_when_done(self) -> None:
@@ -393,19 +368,26 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_quiet:
             self._look(now_s)
             return False
-        self._stalls.rest()
-        if self._stalls.has_heard(self.received_bytes):
+        self._stop_watching()
+        if self._has_heard():
             self.used_at_s = now_s
         elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
             self.leave("the connection was idle.")
-        self.is_watched = False
         return True
 
+    def _has_heard(self) -> bool:
+        """Whether anything has come since the last time this was asked."""
+        seen_bytes, self._seen_bytes = self._seen_bytes, self.received_bytes
+        return seen_bytes != self.received_bytes
+
     def _look(self, now_s: float) -> None:
-        limits, stalls, transport = self.limits, self._stalls, self._transport
+        limits, transport = self.limits, self._transport
         if self._state is _State.CLOSED or transport is None:
             return
-        if stalls.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+        held_bytes = transport.get_write_buffer_size()
+        if self._reading_stall.has_ended(
+            now_s, self.outbox.sent_bytes - held_bytes, is_expected=held_bytes > 0
+        ):
             self._cut_off(LimitExceeded("What it was sent stays unread."))
             self.abort()
             return
@@ -414,7 +396,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if stalls.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
+        if self._seen_frames != self._decoder.num_frames:  # the frame that is arriving is another one
+            self._seen_frames = self._decoder.num_frames
+            self._frame_stall.is_waiting = False
+        if self._frame_stall.has_ended(now_s, self.received_bytes, is_expected=self._decoder.is_inside_frame):
             self._cut_off(
                 LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
             )
@@ -422,12 +407,13 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.arm_timers()
         self.serving.arm_timers()
         arriving = self.arrivals.ids_with_room()
-        if stalls.has_stalled(now_s, is_expecting=bool(arriving)):
+        if self._message_stall.has_ended(now_s, self.arrivals.arrived_bytes, is_expected=bool(arriving)):
+            self._message_stall.is_waiting = False
             error = LimitExceeded("the buffers of this message stopped arriving.")
             for call_id in arriving:
                 self.serving.give_up(call_id, error)
         self.close_when_done()
-        if stalls.has_heard(self.received_bytes) or self.num_open:
+        if self._has_heard() or self.num_open:
             self.used_at_s = now_s
 
     def _cut_off(self, error: ShoalError) -> None:
@@ -436,7 +422,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._reason = self._reason or error
         code = _GOODBYE_CODES.get(type(error), "protocol")
-        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
+        self.send(
+            Kind.GOODBYE, 0, encode(frames.GoodbyeHead(code, error.what[:500], self.serving.last_call_id))
+        )
         self.close()
         self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
         self.shard.complain(self.peer, error)
@@ -455,27 +443,15 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames ---
 
-    def _on_hello(self, call_id: int, head: HelloHead, body: memoryview) -> None:
+    def _on_hello(self, call_id: int, head: frames.HelloHead, body: memoryview) -> None:
         if self._state is not _State.GREETING:
             raise ProtocolError("A second hello came.")
-        if len(head.peer_id) not in (0, ID_BYTES):
-            raise ProtocolError("A hello came with a peer id of the wrong length.")
-        claimed = PeerId(head.peer_id) if head.peer_id else None
-        if self._proven_id is not None and claimed != self._proven_id:
-            other = claimed.short if claimed else "nobody in particular"
-            raise ProtocolError(f"It says that it is {other}; its certificate is {self._proven_id.short}'s.")
-        if self.peer.id is not None and claimed != self.peer.id:
-            other = claimed.short if claimed else "nobody in particular"
-            self._reason = PeerRefused(
-                f"The peer at {self.peer.address} is {other}, not {self.peer.id.short}.",
-                peer=self.peer,
-                cause="another peer has taken that address.",
-                next_step="look the peer up again.",
-            )
-            self.close()
+        try:
+            self.peer = Peer(self.peer.address, greeting_peer(head, self.peer, self._proven_id))
+        except PeerRefused as error:
+            self.close(error)
             return
-        self.peer = Peer(self.peer.address, claimed)
-        self.calling.set_max_calls(head.max_calls)
+        self.calling.slots = CallSlots(self.loop, max(1, min(head.max_calls, self.limits.max_calls)))
         self._peer_max_message_bytes = head.max_message_bytes
         self._decoder.welcome()
         self._state = _State.READY
@@ -486,23 +462,20 @@ class Connection(asyncio.BufferedProtocol):
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
 
-    def _channel(self, call_id: int) -> StreamChannel | None:
-        return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
-
-    def _on_item(self, call_id: int, head: MessageHead, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+    def _on_item(self, call_id: int, head: frames.MessageHead, body: memoryview) -> None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_item(head, body)
 
     def _on_end(self, call_id: int, head: None, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_end()
 
-    def _on_window(self, call_id: int, head: WindowHead, body: memoryview) -> None:
-        if (channel := self._channel(call_id)) is not None:
+    def _on_window(self, call_id: int, head: frames.WindowHead, body: memoryview) -> None:
+        if (channel := self.channels.get(call_id)) is not None:
             channel.on_window(head.size_bytes)
 
-    def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
-        self._reason = from_goodbye(head, self.peer)
+    def _on_goodbye(self, call_id: int, head: frames.GoodbyeHead, body: memoryview) -> None:
+        self._reason = frames.from_goodbye(head, self.peer)
         self.calling.retire(head.last_call_id)
         if self._state is _State.GREETING:
             self.close()
@@ -512,13 +485,48 @@ class Connection(asyncio.BufferedProtocol):
             self.close_when_done()
 
 
+def own_hello(peer_id: PeerId | None, limits: Limits) -> frames.HelloHead:
+    """What a side says of itself."""
+    digest = peer_id.digest if peer_id else b""
+    return frames.HelloHead(__version__, digest, limits.max_calls, limits.max_message_bytes)
+
+
+def proven_id(tls: Any) -> PeerId:
+    """Whose certificate came with a TLS connection; ProtocolError when it is none of a peer."""
+    certificate = tls.getpeercert(True) if tls else None
+    if certificate is None:
+        raise ProtocolError("No certificate came with the connection.")
+    try:
+        return peer_id_of(certificate)
+    except IdentityError as error:
+        raise ProtocolError(error.what) from error
+
+
+def greeting_peer(head: frames.HelloHead, expected: Peer, proven: PeerId | None) -> PeerId | None:
+    """Who says hello: ProtocolError when it lies, PeerRefused when somebody else is expected there."""
+    if len(head.peer_id) not in (0, ID_BYTES):
+        raise ProtocolError("A hello came with a peer id of the wrong length.")
+    claimed = PeerId(head.peer_id) if head.peer_id else None
+    if proven is not None and claimed != proven:
+        other = claimed.short if claimed else "nobody in particular"
+        raise ProtocolError(f"It says that it is {other}; its certificate is {proven.short}'s.")
+    if expected.id is not None and claimed != expected.id:
+        raise other_peer(expected, claimed)
+    return claimed
+
+
 class StallTimer:
-    """The time that a peer has left while something is expected of it."""
+    """The time that a peer has left while something is expected of it: a stock of patience, in seconds.
+
+    Time uses it up, bytes bring it back, so that a peer that sends a byte now and then is not taken for a
+    slow one.
+    """
 
     def __init__(self, max_s: float, min_bytes_per_s: int) -> None:
         self._max_s = self._left_s = max_s
         self._min_bytes_per_s = min_bytes_per_s
-        self._is_waiting = False
+        self.is_waiting = False
+        """Whether it counts; set to False when what is expected from now on is something new."""
         self._seen_at_s = 0.0
         self._seen_bytes = 0
 
@@ -527,64 +535,8 @@ class StallTimer:
         elapsed_s = min(now_s - self._seen_at_s, _MAX_ELAPSED_S)
         moved_bytes = num_bytes - self._seen_bytes
         self._seen_at_s, self._seen_bytes = now_s, num_bytes
-        if not is_expected:
-            self.renew()
-        elif not self._is_waiting:  # since when is not known: count from this look on
-            self._is_waiting = True
+        if not (is_expected and self.is_waiting):  # since when is not known: count from this look on
+            self.is_waiting, self._left_s = is_expected, self._max_s
         else:
             self._left_s = min(self._max_s, self._left_s - elapsed_s + moved_bytes / self._min_bytes_per_s)
         return self._left_s < 0
-
-    def renew(self) -> None:
-        """Forget what was: what is expected now is something new."""
-        self._left_s = self._max_s
-        self._is_waiting = False
-
-
-class StallDetector:
-    """Notices a peer that stalls: inside a frame, between parts of a message, or in reading what it is sent.
-
-    It looks about once a second and costs nothing in between. Each rule is a stock of patience, in seconds:
-    time uses it up, bytes bring it back, so that a peer that sends a byte now and then is not taken for a
-    slow one.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.num_frames = 0
-        """Frames that have begun to arrive."""
-        self.message_bytes = 0
-        """Bytes of chunks that found their place."""
-        self._seen_frames = 0
-        self._seen_bytes = 0
-        self._frame = StallTimer(limits.frame_s, limits.min_bytes_per_s)
-        # a sender may have more to do between the parts of a message, and a reader before it reads
-        self._messages = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
-        self._reading = StallTimer(3 * limits.frame_s, limits.min_bytes_per_s)
-
-    def rest(self) -> None:
-        """Begin anew: nothing is expected of the peer now."""
-        for patience in (self._frame, self._messages, self._reading):
-            patience.renew()
-
-    def is_stuck(self, now_s: float, received_bytes: int, *, is_inside_frame: bool) -> bool:
-        """Whether the frame that is arriving has been for too long."""
-        if self._seen_frames != self.num_frames:
-            self._seen_frames = self.num_frames
-            self._frame.renew()
-        return self._frame.has_ended(now_s, received_bytes, is_expected=is_inside_frame)
-
-    def has_stalled(self, now_s: float, *, is_expecting: bool) -> bool:
-        """Whether the messages for which there is room here have stopped arriving."""
-        if not self._messages.has_ended(now_s, self.message_bytes, is_expected=is_expecting):
-            return False
-        self._messages.renew()
-        return True
-
-    def does_not_read(self, now_s: float, sent_bytes: int, held_bytes: int) -> bool:
-        """Whether the peer lets what it was sent lie: `held_bytes` of it have not left this machine."""
-        return self._reading.has_ended(now_s, sent_bytes - held_bytes, is_expected=held_bytes > 0)
-
-    def has_heard(self, received_bytes: int) -> bool:
-        """Whether anything has come since the last time this was asked."""
-        seen_bytes, self._seen_bytes = self._seen_bytes, received_bytes
-        return seen_bytes != received_bytes

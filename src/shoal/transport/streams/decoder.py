@@ -7,7 +7,7 @@ final memory and are never copied. Small frames share one scratch buffer, many o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.core import LimitExceeded, ProtocolError, ShoalError, VersionMismatch
 from shoal.transport.frames import (
@@ -41,25 +41,23 @@ _TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 _MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(_NUM_KINDS))
 
 
-class FrameSink(Protocol):
-    """Takes the frames that a decoder has found: a connection."""
-
-    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
-        """A whole frame that is no chunk, of a Kind's number; `body` is valid only until this returns."""
-
-    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
-        """A chunk begins; returns memory of `body_bytes` for it, or None to drop it."""
-
-    def on_chunk_end(self, call_id: int) -> None:
-        """The chunk announced last is in its place."""
+OnFrame = Callable[[int, int, Any, memoryview], None]
+"""Takes a whole frame that is no chunk: a Kind's number, call id, head and body, which is valid only until
+it returns.
+"""
 
 
 class FrameDecoder:
     """Raises ProtocolError or LimitExceeded on bytes that no honest peer sends, and is of no use then."""
 
-    def __init__(self, sink: FrameSink, max_head_bytes: int) -> None:
-        self._sink = sink
+    def __init__(self, on_frame: OnFrame, max_head_bytes: int) -> None:
+        self._on_frame = on_frame
+        self.arrivals = Arrivals(self)
+        """Where chunks belong."""
+        self.num_frames = 0
+        """Frames that have begun to arrive."""
         self._friends_head_bytes = max_head_bytes
+        self._is_welcome = False
         self._max_head_bytes = _STRANGER_BYTES
         self._usual_bytes = _FIRST_BYTES
         self._most_bytes = _STRANGER_BYTES
@@ -70,20 +68,16 @@ class FrameDecoder:
         self._targets: list[memoryview] = []  # of the current chunk, the next one last
         self._is_dropping = False
         self.expects_chunk = False
-        """Set by the sink while chunks of some message are still to come."""
+        """Set by `arrivals` while chunks of some message are still to come."""
 
     @property
     def is_inside_frame(self) -> bool:
         """Whether a frame has begun and not ended."""
         return self._filled > 0 or self._chunk_left > 0
 
-    @property
-    def chunk_left(self) -> int:
-        """Bytes of the current chunk that are still to come."""
-        return self._chunk_left
-
     def welcome(self) -> None:
         """The other side has said hello: take heads of up to `max_head_bytes` from it."""
+        self._is_welcome = True
         self._max_head_bytes = self._friends_head_bytes
         self._most_bytes = _SCRATCH_BYTES
 
@@ -92,15 +86,11 @@ class FrameDecoder:
         self._scratch = memoryview(bytearray(HEADER.size))
         self._filled = 0
         self._chunk_left = 1 << 63
-        self.drop_chunk()
+        self.drop_chunk(self._call_id)
 
-    def is_receiving(self, call_id: int) -> bool:
-        """Whether a chunk of this call is arriving right now."""
-        return self._chunk_left > 0 and self._call_id == call_id
-
-    def drop_chunk(self) -> None:
-        """Have the rest of the current chunk thrown away: its memory belongs to somebody else now."""
-        if self._chunk_left:
+    def drop_chunk(self, call_id: int) -> None:
+        """Have the rest of a chunk thrown away that is arriving: its memory belongs to somebody else now."""
+        if self._chunk_left and self._call_id == call_id:
             self._is_dropping = True
             self._targets = []
 
@@ -141,7 +131,7 @@ class FrameDecoder:
         if not self._chunk_left:
             was_dropping, self._is_dropping = self._is_dropping, False
             if not was_dropping:
-                self._sink.on_chunk_end(self._call_id)
+                self.arrivals.on_chunk_end(self._call_id)
 
     def _parse(self) -> None:
         """Use up what lies in scratch."""
@@ -171,6 +161,7 @@ class FrameDecoder:
                 raise self._refusal(number, head_bytes, body_bytes)
             body_start = start + HEADER.size + head_bytes
             if number in _CHUNKS:
+                self.num_frames += 1
                 start = body_start
                 self._begin_chunk(call_id, body_bytes, is_from_start=number == Kind.CHUNK_FROM_START)
                 continue
@@ -186,7 +177,8 @@ class FrameDecoder:
                     name = Kind(number).name
                     raise ProtocolError(f"The head of a {name} frame cannot be read: {error}.") from error
             start = end
-            self._sink.on_frame(number, call_id, head, scratch[body_start:end])
+            self.num_frames += 1
+            self._on_frame(number, call_id, head, scratch[body_start:end])
         self._filled = filled - start
         if start and self._filled:
             scratch[: self._filled] = bytes(scratch[start:filled])
@@ -194,7 +186,9 @@ class FrameDecoder:
             self._fit_scratch(needed_bytes)
 
     def _begin_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> None:
-        targets = self._sink.on_chunk(call_id, body_bytes, is_from_start=is_from_start)
+        if not self._is_welcome:
+            raise ProtocolError("A CHUNK frame came before the hello.")
+        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
         self._call_id, self._chunk_left = call_id, body_bytes
         self._is_dropping = targets is None and body_bytes > 0
         self._targets = list(reversed(targets)) if targets else []
@@ -294,6 +288,8 @@ class Arrivals:
     def __init__(self, decoder: FrameDecoder) -> None:
         self._decoder = decoder
         self._assemblies: dict[int, Assembly] = {}
+        self.arrived_bytes = 0
+        """Of all parts that found their place, or are about to."""
 
     def __len__(self) -> int:
         return len(self._assemblies)
@@ -322,8 +318,8 @@ class Arrivals:
         on_complete()
 
     def is_plain(self, sizes: Sequence[int], body: memoryview) -> bool:
-        """Whether a message is nothing but the one buffer that came along: the quick case of `receive`."""
-        return len(sizes) == 1 and sizes[0] == len(body) and not self._assemblies
+        """Whether a message has one buffer, which came along, or none: the quick case of `receive`."""
+        return len(sizes) < 2 and len(body) == (sizes[0] if sizes else 0) and not self._assemblies
 
     def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
         """Expect a message for which there is no room yet; see `make_room`."""
@@ -342,7 +338,11 @@ class Arrivals:
     def targets(self, call_id: int, num_bytes: int, *, is_from_start: bool) -> list[memoryview] | None:
         """Where a part of a message belongs; parts of messages that were given up are dropped."""
         assembly = self._assemblies.get(call_id)
-        return None if assembly is None else assembly.next_targets(num_bytes, is_from_start=is_from_start)
+        if assembly is None:
+            return None
+        if targets := assembly.next_targets(num_bytes, is_from_start=is_from_start):
+            self.arrived_bytes += num_bytes
+        return targets
 
     def on_chunk_end(self, call_id: int) -> None:
         """A part is in its place; the message may be complete with it."""
@@ -356,8 +356,7 @@ class Arrivals:
         """Receive no more of a call's message; its memory is the owner's again."""
         if self._assemblies.pop(call_id, None) is not None:
             self._decoder.expects_chunk = bool(self._assemblies)
-            if self._decoder.is_receiving(call_id):
-                self._decoder.drop_chunk()
+            self._decoder.drop_chunk(call_id)
 
     def clear(self) -> None:
         """Forget all messages that were arriving."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, Kind, frame
 from shoal.transport.memory import Cursor
 
@@ -24,34 +26,17 @@ _FRAME_BYTES = 256  # what a waiting frame counts beside its bytes: it takes mem
 _EARLY_FRAMES = 32
 
 
-class OutgoingBody:
+class OutgoingBody(msgspec.Struct, eq=False):
     """Buffers on their way out, in chunks, under one call id."""
 
-    __slots__ = (
-        "_cursor",
-        "_views",
-        "call_id",
-        "is_from_start",
-        "is_granted",
-        "on_sent",
-        "sent_bytes",
-        "total_bytes",
-    )
-
-    def __init__(
-        self, call_id: int, views: Sequence[memoryview], total_bytes: int, on_sent: Callable[[], None]
-    ) -> None:
-        self.call_id = call_id
-        self.total_bytes = total_bytes
-        self.on_sent = on_sent
-        self.is_granted = True
-        self.is_from_start = False
-        self._views = views
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self.sent_bytes = 0
-        self._cursor = Cursor(self._views)
+    call_id: int
+    views: Sequence[memoryview]
+    total_bytes: int
+    on_sent: Callable[[], None]
+    is_granted: bool = True
+    is_from_start: bool = False
+    sent_bytes: int = 0
+    cursor: Cursor | None = None
 
     @property
     def left_bytes(self) -> int:
@@ -65,13 +50,14 @@ class OutgoingBody:
 
     def restart(self) -> None:
         """Send everything again: the receiver had no room for it before."""
-        self._rewind()
+        self.sent_bytes, self.cursor = 0, None
         self.is_granted = self.is_from_start = True
 
     def take(self, num_bytes: int) -> list[memoryview]:
         """The next bytes, as pieces of the buffers."""
         self.sent_bytes += num_bytes
-        return self._cursor.take(num_bytes)
+        self.cursor = self.cursor or Cursor(self.views)
+        return self.cursor.take(num_bytes)
 
 
 class Outbox:

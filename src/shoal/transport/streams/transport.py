@@ -8,8 +8,7 @@ import functools
 import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from shoal.core import (
     Address,
@@ -23,20 +22,16 @@ from shoal.core import (
     StandingScope,
     UsageError,
 )
-from shoal.core.scope import settle
 from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Allocate, Channel, Reply, Routes, Serve, ServeChannel, Transport
+from shoal.transport.messages import Buffers, Channel, Into, Reply, Routes, Target, Transport
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
-from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.connection import Connection
 from shoal.transport.trust.membership import Membership, check_may_listen
 from shoal.transport.trust.tls import BUSY_ALERT, explain
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +82,7 @@ class StreamTransport(Transport):
         self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
         self._dialed_as: dict[Connection, Peer] = {}  # under which name: a peer's id may be known only later
-        self._dialing: dict[Peer, list[asyncio.Future[Connection]]] = {}  # who waits for which peer
+        self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
         self._next_shard = 0
         self._is_open = False
         self.home_loop: asyncio.AbstractEventLoop | None = None
@@ -116,9 +111,7 @@ class StreamTransport(Transport):
         self._is_open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._is_open = False
         await self._closing.aclose()
 
@@ -133,16 +126,6 @@ class StreamTransport(Transport):
         return sum(connection.num_open for shard in self._shards for connection in tuple(shard.connections))
 
     # --- answering ---
-
-    def handle(
-        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
-    ) -> None:
-        """Answer calls of this method; payloads that are not of `payload_type` are refused."""
-        self.routes.add(method, serve, allocate, payload_type)
-
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method."""
-        self.routes.add_channel(method, serve, payload_type)
 
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
@@ -173,7 +156,10 @@ class StreamTransport(Transport):
 
     def _place(self, accepted: Accepted) -> None:
         """Pass a newcomer to a shard, or refuse it."""
-        if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
+        places = self.places
+        if not places.try_take(1) and not (
+            any(shard.evict_silent() for shard in self._shards) and places.try_take(1)
+        ):
             reason = f"all {self.limits.max_connections} connections are taken."
             goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
             accepted.refuse(BUSY_ALERT if self._membership else goodbye)
@@ -183,25 +169,17 @@ class StreamTransport(Transport):
         self._next_shard += 1
         shard.place(accepted)
 
-    def _evict_silent(self) -> bool:
-        """Make room by closing a connection that has not even said hello."""
-        for shard in self._shards:
-            if (peer := shard.evict_silent()) is not None:
-                self.complaints.add("dropped a silent connection", peer, "its place was needed.")
-                return True
-        return False
-
     # --- asking ---
 
     async def call(
         self,
-        peer: Peer | Address,
+        peer: Target,
         method: str,
         payload: Any = None,
-        buffers: Sequence[Buffer] = (),
+        buffers: Buffers = (),
         *,
         deadline: Deadline,
-        into: Sequence[Buffer] | Allocate | None = None,
+        into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
         for attempt in range(_DIAL_ATTEMPTS):
@@ -210,8 +188,8 @@ class StreamTransport(Transport):
                 connection = await self._connect(peer, deadline)
             calling = connection.calling
             try:
-                if calling.is_full:
-                    await calling.wait_for_place(method, deadline)
+                if not calling.slots.try_take():
+                    await calling.wait_for_slot(method, deadline)
                 call = calling.begin(method, payload, buffers, deadline, into, Mode.CALL)
                 try:
                     return await call.answer
@@ -223,13 +201,7 @@ class StreamTransport(Transport):
         raise AssertionError("unreachable")
 
     async def notify(
-        self,
-        peer: Peer | Address,
-        method: str,
-        payload: Any = None,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: Deadline,
+        self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; returns when the buffers may be changed again."""
         for attempt in range(_DIAL_ATTEMPTS):
@@ -243,59 +215,47 @@ class StreamTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def open_channel(
-        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
     ) -> AsyncIterator[Channel]:
         """Begin a conversation; leaving the block before the end cancels it."""
         connection = await self._connect(peer, deadline)
         try:
-            if connection.calling.is_full:
-                await connection.calling.wait_for_place(method, deadline)
+            if not connection.calling.slots.try_take():
+                await connection.calling.wait_for_slot(method, deadline)
             call = connection.calling.begin(method, payload, (), deadline, None, Mode.CHANNEL)
         except ConnectionRetired:
             raise connection.error_for(method) from None
-        call.channel = StreamChannel(connection, call.id, call.answer)
+        call.channel = connection.channels[call.id] = StreamChannel(connection, call.id, call.answer)
         call.channel.open_window()
         try:
             yield call.channel
         finally:
             connection.calling.end(call)
 
-    async def _connect(self, target: Peer | Address, deadline: Deadline) -> Connection:
+    async def _connect(self, target: Target, deadline: Deadline) -> Connection:
         """A connection that new calls may use; concurrent callers share one attempt to make it."""
         self._require_open()
         peer = target if isinstance(target, Peer) else Peer(target)
         connection = self._dialed.get(peer)
         if connection is not None and connection.is_usable:
             return connection
-        waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        waiters = self._dialing.get(peer)
-        if waiters is None:
-            waiters = self._dialing[peer] = []
-            try:
-                dialing = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
-            except UsageError:  # closing
-                del self._dialing[peer]
-                raise
-            dialing.add_done_callback(functools.partial(self._on_dialed, peer))
-        waiters.append(waiter)
-        timer = None
-        if (timeout_s := deadline.timeout_s) is not None:
-            timer = waiter.get_loop().call_later(timeout_s, settle, waiter, no_answer(peer))
+        dialing = self._dialing.get(peer)
+        if dialing is None:
+            dialing = self._dialing[peer] = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
+            dialing.add_done_callback(lambda _: self._dialing.pop(peer, None))
         try:
-            return await waiter
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _on_dialed(self, peer: Peer, dialing: asyncio.Task[Connection | ShoalError]) -> None:
-        """Tell everybody who waits for this peer."""
-        outcome: Connection | ShoalError
-        if dialing.cancelled():
-            outcome = PeerLost(f"The transport was closed before {peer} answered.", peer=peer)
-        else:
-            outcome = dialing.result()
-        for waiter in self._dialing.pop(peer, ()):
-            settle(waiter, outcome)
+            async with asyncio.timeout(deadline.timeout_s):
+                outcome = await asyncio.shield(dialing)
+        except TimeoutError:
+            raise no_answer(peer) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not dialing.cancelled() or (task is not None and task.cancelling()):
+                raise
+            raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
+        if isinstance(outcome, ShoalError):
+            raise outcome
+        return outcome
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
         """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""
@@ -430,14 +390,16 @@ class Shard:
             accepted.close()
             self._transport.places.give_back(1)
 
-    def evict_silent(self) -> Peer | None:
-        """Close the oldest connection that has not even said hello, and tell whose it was. For any thread."""
+    def evict_silent(self) -> bool:
+        """Make room by closing the oldest connection that has not even said hello. For any thread."""
         for connection in tuple(self.connections):
             if not connection.is_dialer and not connection.ready.done() and self.remove(connection):
                 with contextlib.suppress(RuntimeError):
                     self.loop.call_soon_threadsafe(self._drop, connection)
-                return connection.peer
-        return None
+                complaints = self._transport.complaints
+                complaints.add("dropped a silent connection", connection.peer, "its place was needed.")
+                return True
+        return False
 
     def _drop(self, connection: Connection) -> None:
         connection.abort()
@@ -462,21 +424,19 @@ class Shard:
                 await self._network.adopt(accepted, connection, tls=self._transport.server_tls())
             return True
         except ssl.SSLError as error:
-            self._complain_of_handshake(connection.peer, explain(error, connection.peer))
+            why = explain(error, connection.peer)
         except ShoalError as error:
-            self._complain_of_handshake(connection.peer, error)
+            why = error
         except TimeoutError:
             why = ProtocolError(f"No TLS handshake was made within {self.limits.handshake_s:g} s.")
-            self._complain_of_handshake(connection.peer, why)
         except OSError:  # gone already
-            pass
+            return False
         except Exception:
             log.exception("a connection of %s could not be served", connection.peer)
+            return False
+        told = f"{why.what} Likely cause: {why.cause}" if why.cause else why.what
+        self._transport.complaints.add("refused a connection", connection.peer, told)
         return False
-
-    def _complain_of_handshake(self, peer: Peer, error: ShoalError) -> None:
-        why = f"{error.what} Likely cause: {error.cause}" if error.cause else error.what
-        self._transport.complaints.add("refused a connection", peer, why)
 
     def _on_adopted(self, connection: Connection, accepted: Accepted, task: asyncio.Task[bool]) -> None:
         self._adopting.pop(connection, None)

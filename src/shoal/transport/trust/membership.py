@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
+import math
 import ssl
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, Address, Clock, PeerId, ShoalError, UsageError
@@ -125,50 +125,42 @@ def _parse(content: bytes, path: Path) -> frozenset[PeerId]:
     return frozenset(ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """What makes this peer a member; shared by everything in a process that talks to the swarm."""
+    """What makes this peer a member; shared by everything in a process that talks to the swarm.
 
-    identity: Identity
-    secret: SwarmSecret
-    access: Access = field(default_factory=Access)
-    clock: Clock = SYSTEM_CLOCK
-    """Dates this peer's certificates; those of others are held against the machine's own clock."""
-    _contexts: _Contexts = field(init=False, repr=False)
+    `clock` dates this peer's certificates; those of others are held against the machine's own clock.
+    For any thread.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_contexts", _Contexts(self.identity, self.secret, self.clock))
-
-    @property
-    def peer_id(self) -> PeerId:
-        """The id of this peer: the hash of its public key."""
-        return self.identity.peer_id
+    def __init__(
+        self,
+        identity: Identity,
+        secret: SwarmSecret,
+        access: Access | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.identity = identity
+        self.peer_id: PeerId = identity.peer_id
+        self.secret = secret
+        self.access = access or Access()
+        self.clock = clock
+        self._authority = Authority.of(secret)
+        self._contexts: dict[bool, tuple[float, ssl.SSLContext]] = {}  # one made twice does no harm
 
     def client_tls(self) -> ssl.SSLContext:
         """For dialing; kept until its certificate has grown old."""
-        return self._contexts.get(is_server=False)
+        return self._context(is_server=False)
 
     def server_tls(self) -> ssl.SSLContext:
         """For accepting; kept until its certificate has grown old."""
-        return self._contexts.get(is_server=True)
+        return self._context(is_server=True)
 
-
-class _Contexts:
-    """Contexts whose certificate is still good for a while. For any thread: one made twice does no harm."""
-
-    def __init__(self, identity: Identity, secret: SwarmSecret, clock: Clock) -> None:
-        self._identity = identity
-        self._authority = Authority.of(secret)
-        self._clock = clock
-        self._kept: dict[bool, tuple[float, ssl.SSLContext]] = {}
-
-    def get(self, *, is_server: bool) -> ssl.SSLContext:
-        wall_s = self._clock.wall_s()
-        kept = self._kept.get(is_server)
-        if kept is not None and -VALID_BEFORE_S / 2 < wall_s - kept[0] < VALID_FOR_S / 2:
-            return kept[1]
-        context = make_context(self._identity, self._authority, wall_s, is_server=is_server)
-        self._kept[is_server] = (wall_s, context)
+    def _context(self, *, is_server: bool) -> ssl.SSLContext:
+        wall_s = self.clock.wall_s()
+        made_s, context = self._contexts.get(is_server, (-math.inf, None))
+        if context is None or not -VALID_BEFORE_S / 2 < wall_s - made_s < VALID_FOR_S / 2:
+            context = make_context(self.identity, self._authority, wall_s, is_server=is_server)
+            self._contexts[is_server] = (wall_s, context)
         return context
 
 

@@ -27,7 +27,16 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shoal.core import IdentityError, Peer, PeerBusy, PeerLost, PeerRefused, PeerUnreachable, ShoalError
+from shoal.core import (
+    IdentityError,
+    Peer,
+    PeerBusy,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    ShoalError,
+)
 from shoal.core.identity import Identity, write_private_file
 from shoal.core.ids import PeerId
 from shoal.transport.trust.secret import SwarmSecret
@@ -222,72 +231,65 @@ def _aiofastnet() -> ModuleType | None:
     return module if getattr(module, "OPENSSL_DYN_LIBS", None) is not None else None
 
 
+_CLOCK_IS_WRONG = "the clock of one of the two machines is wrong."
+_ALERTS: dict[str, tuple[type[PeerError], str, str, str]] = {
+    "INTERNAL_ERROR": (
+        PeerBusy,
+        "takes no connection now.",
+        "all its connections are taken.",
+        "try again later.",
+    ),
+    "CERTIFICATE_EXPIRED": (
+        PeerRefused,
+        "says that this peer's certificate has expired.",
+        _CLOCK_IS_WRONG,
+        _CLOCKS,
+    ),
+    "CERTIFICATE_REQUIRED": (PeerRefused, "was shown no certificate.", "", _SAME_SECRET),
+}
+"""What the other side's alert means, and BUSY_ALERT of ours: error, words, cause, next step."""
+_ALERTS |= dict.fromkeys(
+    ("UNKNOWN_CA", "DECRYPT_ERROR", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED"),
+    (
+        PeerRefused,
+        "does not take this peer's certificate.",
+        "it has another swarm secret, or the clock of one of the two machines is wrong.",
+        _SAME_SECRET,
+    ),
+)
+
+
 def explain(error: ssl.SSLError, peer: Peer) -> ShoalError:
     """The error to raise for TLS that failed, in plain words."""
     reason = str(getattr(error, "reason", None) or "")
     alert = reason.partition("ALERT_")[2]
+    kind: type[PeerError] = PeerRefused
     if isinstance(error, ssl.SSLCertVerificationError):
         code = getattr(error, "verify_code", None)
         if code in (_EXPIRED, _NOT_YET_VALID):
             when = "has expired" if code == _EXPIRED else "is not valid yet"
-            return PeerRefused(
-                f"The certificate of {peer} {when}.",
-                peer=peer,
-                cause="the clock of one of the two machines is wrong.",
-                next_step=_CLOCKS,
-            )
-        return PeerRefused(
-            f"The certificate of {peer} is not of this swarm.",
-            peer=peer,
-            cause="it has another swarm secret.",
-            next_step=_SAME_SECRET,
-        )
-    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return PeerRefused(f"{peer} showed no certificate.", peer=peer, next_step=_SAME_SECRET)
-    if any(reason.startswith(start) for start in _NOT_TLS):
-        return PeerRefused(
-            f"{peer} does not speak TLS.",
-            peer=peer,
-            cause="it has no swarm secret, or is no Shoal peer.",
-            next_step="start it with the swarm's --secret-file or SHOAL_SECRET.",
-        )
-    if alert == "INTERNAL_ERROR":
-        return PeerBusy(
-            f"{peer} takes no connection now.",
-            peer=peer,
-            cause="all its connections are taken.",
-            next_step="try again later.",
-        )
-    if alert == "CERTIFICATE_EXPIRED":
-        return PeerRefused(
-            f"{peer} says that this peer's certificate has expired.",
-            peer=peer,
-            cause="the clock of one of the two machines is wrong.",
-            next_step=_CLOCKS,
-        )
-    if alert == "CERTIFICATE_REQUIRED":
-        return PeerRefused(f"{peer} was shown no certificate.", peer=peer, next_step=_SAME_SECRET)
-    if alert in ("UNKNOWN_CA", "DECRYPT_ERROR", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED"):
-        return PeerRefused(
-            f"{peer} does not take this peer's certificate.",
-            peer=peer,
-            cause="it has another swarm secret, or the clock of one of the two machines is wrong.",
-            next_step=_SAME_SECRET,
-        )
-    if isinstance(error, ssl.SSLEOFError):
-        return PeerUnreachable(
-            f"{peer} hung up during the TLS handshake.",
-            peer=peer,
-            cause="it has another swarm secret, is stopping, or is no Shoal peer.",
-            next_step="check the address, and the log of the peer.",
-        )
-    words = reason.lower().replace("_", " ") or "unknown"
-    return PeerLost(
-        f"TLS with {peer} failed: {words}.",
-        peer=peer,
-        cause="what arrived was changed on its way, or is not TLS 1.3.",
-        next_step="try again; if it stays so, look for a proxy or a firewall between the two.",
-    )
+            what, cause, next_step = f"The certificate of {peer} {when}.", _CLOCK_IS_WRONG, _CLOCKS
+        else:
+            what = f"The certificate of {peer} is not of this swarm."
+            cause, next_step = "it has another swarm secret.", _SAME_SECRET
+    elif reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        what, cause, next_step = f"{peer} showed no certificate.", "", _SAME_SECRET
+    elif reason.startswith(_NOT_TLS):
+        what, cause = f"{peer} does not speak TLS.", "it has no swarm secret, or is no Shoal peer."
+        next_step = "start it with the swarm's --secret-file or SHOAL_SECRET."
+    elif alert in _ALERTS:
+        kind, words, cause, next_step = _ALERTS[alert]
+        what = f"{peer} {words}"
+    elif isinstance(error, ssl.SSLEOFError):
+        kind, what = PeerUnreachable, f"{peer} hung up during the TLS handshake."
+        cause = "it has another swarm secret, is stopping, or is no Shoal peer."
+        next_step = "check the address, and the log of the peer."
+    else:
+        words = reason.lower().replace("_", " ") or "unknown"
+        kind, what = PeerLost, f"TLS with {peer} failed: {words}."
+        cause = "what arrived was changed on its way, or is not TLS 1.3."
+        next_step = "try again; if it stays so, look for a proxy or a firewall between the two."
+    return kind(what, peer=peer, cause=cause, next_step=next_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""The callee's side of a connection: calls that are being received, served and answered.
+"""The two sides of the calls on a connection: `Calling` waits for answers, `Serving` gives them.
 
-Longer than other files: every way in which a call can end frees the same things, best seen in one place.
+Every way in which a call can end frees the same things: in `Calling.end` for the caller, in
+`Serving._finish` for the callee.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,34 +20,26 @@ from shoal.core import (
     DeadlineExceeded,
     PeerBusy,
     PeerLeaving,
-    PeerRefused,
     ProtocolError,
     ShoalError,
     UsageError,
 )
-from shoal.transport.frames import (
-    EAGER_BYTES,
-    UNREADABLE,
-    GrantHead,
-    Kind,
-    Mode,
-    RequestHead,
-    decode_payload,
-    encode,
-    to_wire,
-)
+from shoal.core.scope import settle
+from shoal.transport import frames
+from shoal.transport.frames import Kind, Mode, encode
+from shoal.transport.limits import CallSlots
 from shoal.transport.messages import (
     EMPTY_REPLY,
     Head,
+    Into,
     Reply,
     Route,
     byte_views,
     checked_reply,
     encode_head,
-    fitting_views,
+    memory_for,
     release,
 )
-from shoal.transport.streams.calling import TIMER_S
 from shoal.transport.streams.channel import StreamChannel
 
 if TYPE_CHECKING:
@@ -53,7 +47,237 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TIMER_S = 2.5
+"""Most calls end long before their deadline: only those nearer than this get a timer of the loop."""
 _LARGE_HEAD_BYTES = 4 << 10  # a payload from here on counts as bytes in flight, as buffers do
+_LATER = "try again later."
+_CHANNEL = int(Mode.CHANNEL)
+
+
+class ConnectionRetired(Exception):
+    """The peer closed the connection before it looked at this call: it may be made again on another."""
+
+
+class PendingCall(msgspec.Struct, eq=False):
+    """One call that has been sent and not yet answered."""
+
+    id: int
+    method: str
+    views: Sequence[memoryview]
+    total_bytes: int
+    into: Any
+    deadline: Deadline
+    answer: asyncio.Future[Reply]
+    timer: asyncio.TimerHandle | None = None
+    is_granted: asyncio.Future[None] | None = None
+    is_settled: bool = False
+    """The peer has said its last word on it."""
+    channel: StreamChannel | None = None
+
+
+class Calling:
+    """All calls that this side of a connection has open."""
+
+    def __init__(self, connection: Connection, first_id: int) -> None:
+        self._connection = connection
+        self._next_id = first_id
+        self.pending: dict[int, PendingCall] = {}
+        self._max_message_bytes = connection.limits.max_message_bytes
+        self._max_head_bytes = connection.limits.max_head_bytes
+        self.slots = CallSlots(connection.loop, 0)
+        """How many calls the peer takes at once; as it says in its hello."""
+
+    async def notify(self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline) -> None:
+        """Send a one-way request; its place stays taken until the handler is done, which nobody waits for."""
+        if not self.slots.try_take():
+            await self.wait_for_slot(method, deadline)
+        call = self.begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
+        call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
+        if call.total_bytes <= frames.INLINE_BYTES:
+            call.views = tuple(
+                memoryview(bytes(view)) for view in call.views
+            )  # in case the peer asks for them again
+            return
+        call.is_granted = self._connection.loop.create_future()
+        try:
+            await call.is_granted
+        except asyncio.CancelledError:
+            call.answer.cancel()
+            if not call.is_granted.cancelled():
+                call.is_granted.exception()  # it came in the same moment; nobody asks for it now
+            raise
+
+    def on_reply(self, call_id: int, head: frames.MessageHead, body: memoryview) -> None:
+        """An answer has come, or begins to arrive when its buffers are large."""
+        call = self.pending.get(call_id)
+        if call is None or call.answer.done():
+            return
+        connection = self._connection
+        try:
+            reply = Reply(frames.decode_payload(head.payload))
+            if (
+                call.into is None
+                and len(body) <= self._max_message_bytes
+                and connection.arrivals.is_plain(head.sizes, body)
+            ):
+                reply.buffers = connection.pool.copy_in(head.sizes, body) if head.sizes else []
+                _settle(call, reply)
+                return
+            connection.limits.check_sizes(head.sizes)
+            about = Head(call.method, reply.payload, head.sizes, connection.peer, call.deadline)
+            reply.buffers = memory_for(about, call.into, connection.pool)
+        except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
+            call.answer.set_exception(self._unusable(call, error))
+            return
+        connection.arrivals.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
+
+    def on_error(self, call_id: int, head: frames.ErrorHead, body: memoryview) -> None:
+        """The peer says that a call failed."""
+        call = self.pending.get(call_id)
+        if call is None:
+            return
+        call.is_settled = True
+        self._connection.forget(call_id)  # it may have failed in the middle of its request or answer
+        if not call.answer.done():
+            call.answer.set_exception(frames.from_wire(head, self._connection.peer, call.method))
+
+    def on_grant(self, call_id: int, head: frames.GrantHead, body: memoryview) -> None:
+        """The peer has room for a request's buffers."""
+        call = self.pending.get(call_id)
+        if call is None or call.is_settled:
+            return
+        if head.from_start:
+            self._connection.outbox.resend(call_id, call.views)
+        else:
+            self._connection.outbox.grant(call_id)
+        if (is_granted := call.is_granted) is not None:
+            self._connection.outbox.when_sent(call_id, lambda: settle(is_granted, None))
+
+    def retire(self, last_call_id: int) -> None:
+        """The peer will answer calls up to this id and no later one."""
+        for call in tuple(self.pending.values()):
+            if call.id > last_call_id and not call.answer.done():
+                # a channel's owner holds it already: it cannot be made again elsewhere
+                is_final = call.channel is not None
+                error = self._connection.error_for(call.method) if is_final else ConnectionRetired()
+                call.answer.set_exception(error)
+        self.slots.let_all_in()  # to find that no call can begin here
+
+    def fail_all(self, make_error: Callable[[str], ShoalError]) -> None:
+        """The connection has ended: every call fails with `make_error(method)`, oldest first."""
+        for call in tuple(self.pending.values()):
+            if not call.answer.done():
+                call.answer.set_exception(make_error(call.method))
+        self.slots.let_all_in()
+
+    def begin(
+        self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into, mode: Mode
+    ) -> PendingCall:
+        """Send a request, for which a slot was taken; whoever begins a call must `end` it."""
+        connection = self._connection
+        try:
+            views = byte_views(buffers) if buffers else ()
+            if not connection.is_usable:
+                connection.raise_closed(method)
+            remaining_s = deadline.at_s - deadline.clock.now_s()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(
+                    f"{method} at {connection.peer}: the deadline had passed before it was sent."
+                )
+            if connection.outbox.waiting_bytes > connection.max_waiting_bytes:
+                raise PeerBusy(
+                    f"{method}: {connection.peer} does not read what it is sent.",
+                    peer=connection.peer,
+                    cause=f"{connection.outbox.waiting_bytes:,} bytes wait for it already.",
+                )
+            sizes = list(map(len, views))
+            total_bytes = sum(sizes)
+            connection.check_size_for_peer(method, total_bytes)
+            timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
+            wire = (method, mode, timeout_ms, sizes, payload)  # a RequestHead
+            head = encode_head(method, wire, self._max_head_bytes)
+        except BaseException:
+            self.slots.give_back()
+            raise
+        call_id = self._next_id
+        self._next_id += 2
+        answer: asyncio.Future[Reply] = connection.loop.create_future()
+        call = PendingCall(call_id, method, views, total_bytes, into, deadline, answer)
+        self.pending[call_id] = call
+        if not connection.is_watched:
+            connection.watch()
+        connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
+        if remaining_s < TIMER_S:
+            call.timer = connection.loop.call_later(remaining_s, self._expire, call)
+        return call
+
+    def arm_timers(self) -> None:
+        """Set a timer for each call whose deadline is near; called about once a second."""
+        for call in tuple(self.pending.values()):
+            if call.timer is None and (remaining_s := call.deadline.remaining_s) < TIMER_S:
+                call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
+
+    def end(self, call: PendingCall) -> None:
+        """Forget a call; one that was not answered is cancelled at the peer and frees what it held."""
+        if self.pending.pop(call.id, None) is None:
+            return
+        if call.channel is not None:
+            self._connection.channels.pop(call.id, None)
+        if call.timer is not None:
+            call.timer.cancel()
+        if not call.is_settled:
+            self._connection.forget(call.id)
+            self._connection.send(Kind.CANCEL, call.id)
+        elif (
+            call.total_bytes > frames.INLINE_BYTES
+        ):  # the peer may have answered without having asked for all of them
+            self._connection.forget(call.id)
+        if not call.answer.cancel() and not call.answer.cancelled():
+            call.answer.exception()  # a channel's owner may not have asked for it
+        self.slots.give_back()
+        if not self.pending:
+            self._connection.rest()
+
+    def _end_one_way(self, call: PendingCall, answer: asyncio.Future[Reply]) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if call.is_granted is not None and not call.is_granted.done():
+            if error is None:
+                call.is_granted.set_result(None)
+            else:
+                call.is_granted.set_exception(error)
+        self.end(call)
+
+    def _expire(self, call: PendingCall) -> None:
+        if not call.answer.done():
+            call.answer.set_exception(
+                DeadlineExceeded(
+                    f"{call.method} at {self._connection.peer} was not answered before its deadline.",
+                    cause=self._connection.describe_wait(call.id),
+                )
+            )
+
+    async def wait_for_slot(self, method: str, deadline: Deadline) -> None:
+        """Wait until the peer takes one more call."""
+        if not await self.slots.take(deadline):
+            raise DeadlineExceeded(
+                f"{method} at {self._connection.peer} could not be sent before its deadline.",
+                cause=f"{len(self.pending)} calls to this peer are open already.",
+            )
+
+    def _unusable(self, call: PendingCall, error: Exception) -> Exception:
+        if isinstance(error, ShoalError) or not isinstance(error, frames.UNREADABLE):
+            return error
+        return ProtocolError(
+            f"The answer of {self._connection.peer} to {call.method} cannot be read: {error}."
+        )
+
+
+def _settle(call: PendingCall, reply: Reply) -> None:
+    call.is_settled = True
+    settle(call.answer, reply)
+
+
+# --- the callee's side ---
 
 
 class ServedCall(msgspec.Struct, eq=False):
@@ -82,7 +306,7 @@ class Serving:
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
         self._clock = connection.shard.clock
-        self._calls: dict[int, ServedCall] = {}
+        self.calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
         self._max_message_bytes = connection.limits.max_message_bytes
@@ -90,12 +314,7 @@ class Serving:
         self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
         self.last_call_id = 0
 
-    @property
-    def num_open(self) -> int:
-        """Calls that have not been answered to the end."""
-        return len(self._calls)
-
-    def on_request(self, call_id: int, wire: RequestHead, body: memoryview) -> None:
+    def on_request(self, call_id: int, wire: frames.RequestHead, body: memoryview) -> None:
         """A request has come, or begins to arrive when its buffers are large."""
         if call_id % 2 != self._parity or call_id <= self.last_call_id:
             raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
@@ -129,18 +348,13 @@ class Serving:
 
     def on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
         """The caller no longer wants the answer."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is not None:
             self._abandon(call)
 
-    def channel_of(self, call_id: int) -> StreamChannel | None:
-        """The channel of a call, while it is served."""
-        call = self._calls.get(call_id)
-        return call.channel if call is not None else None
-
     def reserve(self, call_id: int, size_bytes: int) -> bool:
         """Room for an item that is larger than its channel's window; ends the channel when there is none."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is None:  # this side is the caller: what it asked for is its own affair
             return True
         more_bytes = max(0, size_bytes - call.held_bytes)
@@ -152,22 +366,22 @@ class Serving:
 
     def give_up(self, call_id: int, error: ShoalError) -> None:
         """End a call from this side and tell the caller why."""
-        call = self._calls.get(call_id)
+        call = self.calls.get(call_id)
         if call is not None:
             self._send_error(call_id, error)
             self._abandon(call)
 
     def abandon_all(self) -> None:
         """The connection has ended: end every handler, oldest first."""
-        for call in tuple(self._calls.values()):
+        for call in tuple(self.calls.values()):
             self._abandon(call)
 
-    def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
+    def _accept(self, wire: frames.RequestHead) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         connection = self._connection
-        if len(self._calls) >= self._max_calls:
+        if len(self.calls) >= self._max_calls:
             raise PeerBusy(
-                f"{len(self._calls)} calls of yours are open here already.",
+                f"{len(self.calls)} calls of yours are open here already.",
                 next_step="wait for answers, then try again.",
             )
         if connection.outbox.waiting_bytes > self._max_waiting_bytes:
@@ -176,33 +390,21 @@ class Serving:
             raise PeerLeaving("this peer is leaving.", next_step="ask another peer.")
         sizes = wire.sizes
         if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
-            connection.check_sizes(sizes)
-        route = connection.routes.find(wire.method)
-        if (wire.mode == _CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= _CHANNEL:
-            kind = "a channel" if route.serve is None else "a call"
-            raise PeerRefused(
-                f"{wire.method} is {kind}.", next_step="use call() for calls, open_channel() for channels."
-            )
-        if wire.mode == _CHANNEL and wire.sizes:
+            connection.limits.check_sizes(sizes)
+        if sizes and wire.mode == _CHANNEL:
             raise ProtocolError("A channel's request came with buffers; they belong into items.")
-        try:
-            payload = decode_payload(wire.payload, route.decoder)
-        except UNREADABLE as error:
-            raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
-        timeout_ms = wire.timeout_ms
-        deadline = (
-            Deadline(self._clock.now_s() + timeout_ms / 1000, self._clock) if timeout_ms > 0 else _NEVER
-        )
-        return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
+        return connection.routes.accept(wire, sizes, connection.peer, self._clock)
 
     def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:
         """A plain function whose buffers are here: done before the next frame is looked at."""
         try:
             connection = self._connection
             if route.allocate is None and connection.arrivals.is_plain(head.sizes, body):
-                buffers: Sequence[memoryview] = connection.pool.copy_in(head.sizes, body)
+                buffers: Sequence[memoryview] = (
+                    connection.pool.copy_in(head.sizes, body) if head.sizes else ()
+                )
             else:
-                buffers = self._memory_for(route, head) if head.sizes else ()
+                buffers = memory_for(head, route.allocate, connection.pool) if head.sizes else ()
                 connection.arrivals.receive(call_id, buffers, body, _nothing)
             reply = route.serve(head, buffers)  # type: ignore[misc]
             if isinstance(reply, asyncio.Future):
@@ -233,15 +435,15 @@ class Serving:
         call = ServedCall(call_id, route, head, mode)
         if mode == _CHANNEL:  # the caller may send its window before this side has room to begin
             call.final = connection.loop.create_future()
-            call.channel = StreamChannel(connection, call_id, call.final)
-        self._calls[call_id] = call
+            call.channel = connection.channels[call_id] = StreamChannel(connection, call_id, call.final)
+        self.calls[call_id] = call
         if (remaining_s := head.deadline.remaining_s) < TIMER_S:
             call.timer = connection.loop.call_later(remaining_s, self._expire, call)
         return call
 
     def arm_timers(self) -> None:
         """Set a timer for each call whose deadline is near; called about once a second."""
-        for call in tuple(self._calls.values()):
+        for call in tuple(self.calls.values()):
             if call.timer is None and (remaining_s := call.head.deadline.remaining_s) < TIMER_S:
                 call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
 
@@ -259,8 +461,8 @@ class Serving:
         elif call.wanted_bytes:
             connection.arrivals.receive_later(call.id, total_bytes, functools.partial(self._start, call))
         elif self._allocate(call):
-            if not len(body) and (total_bytes > EAGER_BYTES or call.mode == Mode.ONE_WAY):
-                connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
+            if not len(body) and (total_bytes > frames.EAGER_BYTES or call.mode == Mode.ONE_WAY):
+                connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=False)))
             connection.arrivals.receive(call.id, call.buffers, body, functools.partial(self._start, call))
 
     def _wake(self, call: ServedCall) -> None:
@@ -280,20 +482,15 @@ class Serving:
             self._start(call)
         elif self._allocate(call):
             self._connection.arrivals.make_room(call.id, call.buffers)
-            self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
+            self._connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=True)))
 
     def _allocate(self, call: ServedCall) -> bool:
         try:
-            call.buffers = self._memory_for(call.route, call.head)
+            call.buffers = memory_for(call.head, call.route.allocate, self._connection.pool)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
             self._fail(call, error)
             return False
         return True
-
-    def _memory_for(self, route: Route, head: Head) -> Sequence[memoryview]:
-        if route.allocate is None:
-            return self._connection.pool.allocate_all(head.sizes)
-        return fitting_views(route.allocate(head), head.sizes)
 
     def _start(self, call: ServedCall) -> None:
         """Everything has arrived: run the handler."""
@@ -385,7 +582,7 @@ class Serving:
         self._send_error(call_id, error)
 
     def _send_error(self, call_id: int, error: Exception) -> None:
-        self._connection.send(Kind.ERROR, call_id, encode(to_wire(error)))
+        self._connection.send(Kind.ERROR, call_id, encode(frames.to_wire(error)))
 
     def _expire(self, call: ServedCall) -> None:
         self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))
@@ -403,7 +600,9 @@ class Serving:
         if call.is_over:
             return
         call.is_over = True
-        self._calls.pop(call.id, None)
+        self.calls.pop(call.id, None)
+        if call.channel is not None:
+            self._connection.channels.pop(call.id, None)
         if call.timer is not None:
             call.timer.cancel()
         if call.final is not None and not call.final.done():
@@ -413,11 +612,6 @@ class Serving:
             call.held_bytes += call.wanted_bytes
         if call.held_bytes:
             self._connection.budget.give_back(call.held_bytes)
-
-
-_LATER = "try again later."
-_NEVER = Deadline.never()
-_CHANNEL = int(Mode.CHANNEL)
 
 
 def _nothing() -> None:
