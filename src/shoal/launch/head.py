@@ -33,12 +33,10 @@ from shoal.launch.protocol import (
     AgentChannel,
     AgentHello,
     Beat,
-    Hold,
     HostLeaves,
     JobFailed,
-    LinkSaid,
+    LinkData,
     OfWorker,
-    PauseBeats,
     Post,
     Seen,
     TimelinePart,
@@ -411,7 +409,7 @@ class RunWorkers:
         else:
             self._agents.append(agent)
         agent.heard_s = SYSTEM_CLOCK.now_s()
-        agent.channel.send(Hold(self._is_held))
+        agent.channel.send(Beat(self._is_held))
         self._late.append(agent)
         self.arrived.append(agent)
 
@@ -490,7 +488,7 @@ class RunWorkers:
         """Say what a poll should wait for; nothing that workers write while the output is full."""
         if is_full != self._is_held:
             self._is_held = is_full
-            self._tell_all(Hold(is_full))
+            self._beat()
         attempts = [one.attempt for one in self._reconnections if one.attempt is not None]
         agents = [*(agent for agent in self._agents if not agent.is_lost), *attempts]
         return [one for agent in agents for one in agent.channel.interests()]
@@ -502,7 +500,7 @@ class RunWorkers:
                 self._hear(agent, now_s)
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
-            self._tell_all(Beat())
+            self._beat()
         for reconnection in list(self._reconnections):
             self._reconnect(reconnection, now_s)
 
@@ -526,7 +524,7 @@ class RunWorkers:
 
     def pause(self, *, is_paused: bool) -> None:
         """Have agents do without beats, since the launcher is about to be stopped, or no more."""
-        self._tell_all(PauseBeats(is_paused))
+        self._beat(is_paused=is_paused)
         for agent in self._agents:
             agent.heard_s = SYSTEM_CLOCK.now_s()
 
@@ -560,10 +558,10 @@ class RunWorkers:
             is_elastic=self._settings.elastic.is_live,
         )
 
-    def _tell_all(self, message: Hold | Beat | PauseBeats) -> None:
+    def _beat(self, *, is_paused: bool = False) -> None:
         for agent in self._agents:
             if not agent.is_lost:
-                agent.channel.send(message)
+                agent.channel.send(Beat(self._is_held, is_paused))
 
     def _hear(self, agent: AgentHandle, now_s: float) -> None:
         try:
@@ -595,7 +593,7 @@ class RunWorkers:
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             agent.copies.take(message.sightings, agent.host)
-        elif isinstance(message, LinkSaid):
+        elif isinstance(message, LinkData):
             self.said.append((message.rank, message.data))
         elif isinstance(message, OfWorker):
             self.all[message.rank].take(message, now_s)

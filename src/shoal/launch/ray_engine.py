@@ -23,7 +23,7 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch, writes_to
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import AgentChannel, ChildProcess, Decoder, MessageStream, Up
+from shoal.launch.protocol import ChildProcess, Decoder, MessageStream, StreamChannel
 from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 
@@ -166,7 +166,7 @@ class BridgeProcess:
             self._child.close(_ENDING_S)
 
     def _take_reports(self) -> list[BridgeReport]:
-        self._stream.read()
+        self._stream.receive()
         reports = self._stream.take()
         self._why_lost.update(report.lost for report in reports if report.lost is not None)
         return reports
@@ -177,16 +177,15 @@ class BridgeProcess:
         return f"ended with exit code {code}{last}"
 
 
-class RayChannel(MessageStream[Up], AgentChannel):
+class RayChannel(StreamChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
     def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:
         where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
-        self.host = f"{place.host}{where}"
         self._bridge = bridge
         self._index = index
         descriptor = bridge.ends[index].fileno()
-        super().__init__(descriptor, descriptor, Decoder(Up, expects_magic=True))
+        super().__init__(f"{place.host}{where}", descriptor, descriptor)
 
     def explain(self) -> ShoalError:
         """Say it as the bridge says it."""
@@ -199,6 +198,5 @@ class RayChannel(MessageStream[Up], AgentChannel):
 
     def close(self) -> None:
         """Close the socket, by which the bridge has the agent end; idempotent."""
-        self.is_open = False
-        self.stop_writing()
+        super().close()
         self._bridge.close_ends([self._index])

@@ -18,7 +18,7 @@ from shoal.launch.output import LineSplitter, LogFiles, Output, Stream
 from shoal.launch.protocol import (
     AgentChannel,
     Exited,
-    LinkAnswer,
+    LinkData,
     OfWorker,
     Signal,
     Started,
@@ -129,7 +129,7 @@ class Worker:
 
     def answer(self, data: bytes) -> None:
         """Give it bytes of the coordinator of its run."""
-        self._channel.send(LinkAnswer(self.rank, data))
+        self._channel.send(LinkData(self.rank, data))
 
     def signal_group(self, number: int) -> None:
         """Send to the worker and all its children."""
