@@ -265,10 +265,14 @@ class Launcher:
 
     def _go_further(self, now_s: float) -> None:
         """Send the next signal to all that have not ended; give up those that the last one did not end."""
+        assert self._ending is not None
         alive = [worker for worker in self._workers if worker.is_alive]
         if self._signals_left:
             number = self._signals_left.pop(0)
             self._next_signal_s = now_s + (GRACE_S if self._signals_left else GIVE_UP_S)
+            if number == signal.SIGKILL and alive and now_s - self._ending.at_s >= GRACE_S:
+                who = name_ranks([worker.rank for worker in alive], self._settings.word)
+                self._output.say(f"SIGTERM has not ended {who}, which may hang in native code; SIGKILL follows")
             for worker in alive:
                 worker.signal_group(number)
             return
