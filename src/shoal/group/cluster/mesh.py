@@ -242,15 +242,18 @@ class Mesh:
 
         self._start("leaving", leave)
 
-    def fail(self, culprit: int | None = None) -> None:
+    def fail(self, culprit: int | None = None, error: BaseException | None = None) -> None:
         """Tells all that this worker takes part in nothing more, without having left; it can still ask.
 
-        The others blame the lost `culprit`, if that is why, and not this worker.
+        The others blame the lost `culprit`, if that is why, and not this worker. What was wrong with the
+        call, where the error says that, may be theirs to mend: they are told it.
         """
 
         async def fail() -> None:
             loss = None if culprit is None else self.monitor.lost.get(culprit)
             reason = "it failed" if loss is None else loss.reason
+            if isinstance(error, UsageError):
+                reason = f"it failed: {error.what.rstrip('.')}"
             self.monitor.tell(Departure("failed", reason=reason, culprit=culprit))
 
         self._start("failing", fail)
