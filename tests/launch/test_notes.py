@@ -32,6 +32,7 @@ CLOCK = ManualClock(wall_s=NOW_S)
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(board, "_MEMORY", tmp_path / "none")  # other runs of this user have their notes there
 
 
 def test_an_agent_sees_its_own_ranks_of_the_run():

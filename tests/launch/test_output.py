@@ -19,9 +19,9 @@ def pipes():
 
 
 def write_all(terminal):
-    while terminal.pending():
-        for descriptor in terminal.pending():
-            terminal.write(descriptor)
+    while terminal.interests():
+        for _, _, write in terminal.interests():
+            write()
 
 
 def test_lines_go_to_their_stream_with_their_rank(pipes):
@@ -45,7 +45,7 @@ def test_both_streams_into_one_pipe_keep_their_order(pipes):
     terminal = Terminal(descriptors=(pipes[0][1], pipes[0][1]))
     for number in range(1000):
         terminal.lines(0, "stdout" if number % 2 else "stderr", [b"%d" % number])
-    assert len(terminal.pending()) == 1
+    assert len(terminal.interests()) == 1
     write_all(terminal)
     assert os.read(pipes[0][0], 1 << 16).split(b"\n")[:-1] == [b"[0] %d" % number for number in range(1000)]
 
@@ -74,7 +74,7 @@ def test_a_reader_that_has_gone_is_noticed(pipes):
     write_all(terminal)
     assert terminal.is_broken
     terminal.lines(0, "stdout", [b"x"])
-    assert terminal.pending() == []
+    assert terminal.interests() == []
 
 
 def test_a_listener_hears_each_line():

@@ -9,6 +9,7 @@ import math
 import re
 import signal
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -88,6 +89,7 @@ class Worker:
         self._lines: dict[Stream, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._output, self._logs = output, logs
         self._channel = channel
+        self._died = partial(Death, rank, word=word)
         self.signals: list[int] = []
         """Those that the launcher has sent to it."""
 
@@ -158,16 +160,14 @@ class Worker:
     def lose(self, now_s: float) -> None:
         """Count it as ended: its machine has gone, or nobody there tells of it any more."""
         if self.is_alive:
-            self.given_up = Death(self.rank, 1, now_s, host=self.host, word=self.word)
+            self.given_up = self._died(1, now_s, host=self.host)
             self._note_end(1, now_s)
         self.finish_output(now_s)
 
     def give_up(self, now_s: float) -> Death:
         """Count it as dead because it is stopped; it will be killed for that."""
         assert self.stop_signal is not None
-        self.given_up = Death(
-            self.rank, -self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s, word=self.word
-        )
+        self.given_up = self._died(-self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s)
         return self.given_up
 
     def death(self) -> Death:
@@ -176,14 +176,13 @@ class Worker:
         if self.given_up is not None:
             return self.given_up
         if self.code == 0 and self.told.early_step is not None:
-            early_s = self._told_s["early_step"]
-            return Death(self.rank, 0, early_s, manner="early", step=self.told.early_step, word=self.word)
+            return self._died(0, self._told_s["early_step"], manner="early", step=self.told.early_step)
         if self.code == 0 and self.told.phase in ("joined", "training"):
-            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.told.step, word=self.word)
+            return self._died(0, self.ended_s, manner="abrupt", step=self.told.step)
         since_s = self.tracebacks.since_s
         if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised(self.code):
-            return Death(self.rank, self.code, self.ended_s, word=self.word)
-        return Death(self.rank, self.code, since_s, self.tracebacks.error, word=self.word)
+            return self._died(self.code, self.ended_s)
+        return self._died(self.code, since_s, error=self.tracebacks.error)
 
     def _note_end(self, code: int, now_s: float) -> None:
         self.code, self.ended_s, self.stop_signal = code, now_s, None
