@@ -15,7 +15,7 @@ from launch.programs import Recorder, is_running, kill, read_pid, state_of
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import LaunchSettings, Output, launch, launcher
-from shoal.launch.endings import TIMED_OUT
+from shoal.launch.worker import TIMED_OUT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 STOP = f"signal {signal.SIGSTOP:d} (SIGSTOP)"

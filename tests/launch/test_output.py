@@ -18,10 +18,14 @@ def pipes():
             continue
 
 
+def write_some(terminal):
+    for _, _, write in terminal.interests():
+        write()
+
+
 def write_all(terminal):
     while terminal.interests():
-        for _, _, write in terminal.interests():
-            write()
+        write_some(terminal)
 
 
 def test_lines_go_to_their_stream_with_their_rank(pipes):
@@ -59,10 +63,10 @@ def test_a_reader_that_does_not_read_fills_the_queue_and_blocks_nobody(pipes):
     assert not terminal.is_broken
     os.set_blocking(writer, False)  # where it would block, nothing is lost
     for _ in range(100):
-        terminal.write(writer)
+        write_some(terminal)
     taken = len(os.read(reader, 1 << 20))
     while terminal.is_full:
-        terminal.write(writer)
+        write_some(terminal)
         taken += len(os.read(reader, 1 << 20))
     assert taken > 0
 

@@ -26,7 +26,6 @@ from shoal.core.board import Pin, Sighting, name_of_run
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
 from shoal.core.processes import boot_id, namespace
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
-from shoal.launch.endings import name_ranks
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.protocol import (
@@ -53,7 +52,7 @@ from shoal.launch.settings import (
     variables_of_one,
 )
 from shoal.launch.timeline import Parts
-from shoal.launch.worker import Worker
+from shoal.launch.worker import Worker, name_ranks
 from shoal.launch.worker_process import LocalChannel, has_piped_stdin
 
 FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_")

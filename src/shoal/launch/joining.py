@@ -23,7 +23,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.untrusted import visible
 from shoal.launch.agent import Agent, introduce
 from shoal.launch.head import AgentHandle
-from shoal.launch.protocol import StreamChannel
+from shoal.launch.protocol import DescriptorChannel
 from shoal.transport import Channel, Head, Membership, StreamTransport, SwarmSecret
 
 METHOD = "launch.join"
@@ -105,7 +105,7 @@ class JoinPort:
             await _copy(channel, theirs)
 
 
-class JoinedChannel(StreamChannel):
+class JoinedChannel(DescriptorChannel):
     """The head's end of the way to a machine that has joined by itself."""
 
     def __init__(self, host: str, end: socket.socket) -> None:

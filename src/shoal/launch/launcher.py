@@ -19,13 +19,13 @@ from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
-from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures, Stops
 from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, RunWorkers
 from shoal.launch.live import LiveRun
 from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.polling import SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 
 GRACE_S = 3.0
 """A worker that was asked to end has so long for it."""

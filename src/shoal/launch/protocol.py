@@ -342,7 +342,7 @@ class ChildProcess:
         self._errors.close()
 
 
-class StreamChannel(MessageStream[Up], AgentChannel):
+class DescriptorChannel(MessageStream[Up], AgentChannel):
     """A channel over descriptors, which whoever makes it closes."""
 
     def __init__(self, host: str, source: int, sink: int) -> None:
@@ -355,7 +355,7 @@ class StreamChannel(MessageStream[Up], AgentChannel):
         self.stop_writing()
 
 
-class PipeChannel(StreamChannel):
+class PipeChannel(DescriptorChannel):
     """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`)."""
 
     def __init__(

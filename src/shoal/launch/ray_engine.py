@@ -17,14 +17,14 @@ import msgspec
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
-from shoal.launch.endings import Outcome
 from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import ChildProcess, Decoder, MessageStream, StreamChannel
+from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream
 from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Outcome
 
 _ENDING_S = 10.0
 _BRIDGE = "import sys; from shoal.launch.ray_bridge import main; sys.exit(main([*map(int, sys.argv[1:])]))"
@@ -164,7 +164,7 @@ class BridgeProcess:
         return f"ended with exit code {code}{last}"
 
 
-class RayChannel(StreamChannel):
+class RayChannel(DescriptorChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
     def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:

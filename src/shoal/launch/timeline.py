@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.core.errors import ReportError, UsageError
-from shoal.launch.endings import Outcome, name_ranks
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Outcome, name_ranks
 from shoal.report.timeline import merge
 
 MAX_PART_BYTES = 1 << 26
