@@ -12,7 +12,7 @@ import pytest
 
 from cluster.enduring import STEPS_AFTER
 from launch.programs import is_running
-from shoal.launch.endings import name_ranks
+from shoal.launch.worker import name_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROGRAM = Path(__file__).with_name("enduring.py")

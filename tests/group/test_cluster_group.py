@@ -500,6 +500,7 @@ def test_an_exchange_that_meets_an_all_reduce_is_an_error_and_nobody_hangs():
         assert "rank 1 called exchange where rank 0 called all_reduce" in str(exchanging)
         assert isinstance(reducing, PeerLost)
         assert reducing.peer == 1
+        assert "it failed: rank 1 called exchange where rank 0 called all_reduce" in str(reducing)
 
 
 def test_nothing_is_expected_of_those_who_are_gone():

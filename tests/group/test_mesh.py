@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -315,3 +318,18 @@ def test_a_killed_process_is_known_at_once():
                 assert time.monotonic() - killed_s < 2.0
             finally:
                 process.kill()
+
+
+def test_a_mesh_that_is_abandoned_while_others_connect_leaves_no_socket_open():
+    """A connection that is accepted just when the mesh is closed used to be nobody's to close."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        for _ in range(3):
+            mesh = Mesh(0, new_secret())
+            mesh.listen()
+            for _ in range(4):  # their ends are closed, so that nothing is waited for; more than one waits
+                socket.create_connection(("127.0.0.1", mesh._port)).close()
+            mesh.close(ConnectionAbortedError())
+            del mesh
+            gc.collect()
+    assert [str(one.message) for one in warned if one.category is ResourceWarning] == []

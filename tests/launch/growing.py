@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from shoal.launch.live import ask_to_scale
+from shoal.launch.live import ask_launcher
 
 PATIENCE_S = 150.0
 """What has not happened by then hangs: the import of torch alone takes half a minute on a busy machine."""
@@ -85,7 +85,7 @@ class GrowingRun:
         return self.line(r"`shoal scale (\S+) N`")[1]
 
     def scale(self, size):
-        return ask_to_scale(self.name, size)
+        return ask_launcher(self.name, size)
 
     def notes(self):
         found = []

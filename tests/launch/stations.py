@@ -57,4 +57,4 @@ class Children(Engine):
         return AgentHandle(channel, self._slots, lost.machine, has_own_disks=self._has_own_disks)
 
     def signal(self, name, number=signal.SIGKILL):
-        os.kill(self.channels[name].pid, number)
+        os.kill(self.channels[name].child.pid, number)

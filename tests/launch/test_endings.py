@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from shoal.launch.endings import Death, describe, first_cause, is_echo, name_ranks, name_signal, summarise
+from shoal.launch.worker import Death, describe, first_cause, is_echo, name_ranks, name_signal, summarise
 
 LOST = "shoal.core.errors.PeerLost: rank 2 is lost: its process 7 ended"
 

@@ -16,7 +16,7 @@ from shoal.core.errors import PeerError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings, launch
 from shoal.launch.joining import JoinPort, join_run
-from shoal.launch.live import ask_to_scale
+from shoal.launch.live import ask_launcher
 from shoal.transport import SwarmSecret
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
@@ -69,7 +69,7 @@ def test_a_run_is_scaled_to_the_free_slots_of_its_hosts_and_no_further(start, tm
     answers = []
 
     def scale():
-        answers.extend(ask_to_scale(tmp_path.name, size) for size in (5, 4, 2))
+        answers.extend(ask_launcher(tmp_path.name, size) for size in (5, 4, 2))
         (tmp_path / "end").touch()
 
     asking = threading.Thread(target=scale)
@@ -91,7 +91,7 @@ def test_a_run_keeps_its_limits(start, tmp_path, size, most):
     answers = []
 
     def scale():
-        answers.append(ask_to_scale(tmp_path.name, size))
+        answers.append(ask_launcher(tmp_path.name, size))
         (tmp_path / "end").touch()
 
     asking = threading.Thread(target=scale)
@@ -105,7 +105,7 @@ def test_a_run_keeps_its_limits(start, tmp_path, size, most):
 
 def test_who_asks_for_a_run_that_is_not_there_is_told_so():
     with pytest.raises(UsageError, match="No launcher of a run nobody"):
-        ask_to_scale("nobody", 3)
+        ask_launcher("nobody", 3)
 
 
 @pytest.mark.parametrize("ending", ["leaves", "killed"])

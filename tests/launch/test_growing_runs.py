@@ -11,7 +11,7 @@ import pytest
 
 from launch.growing import GrowingRun
 from shoal.core import UsageError
-from shoal.launch.live import ask_to_scale
+from shoal.launch.live import ask_launcher
 from shoal.strategies import BUILT_IN
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_a_run_grows_loses_a_worker_and_shrinks_without_a_restart(tmp_path):
 
 def test_a_run_that_nobody_knows_cannot_be_scaled():
     with pytest.raises(UsageError, match="No launcher of a run nobody"):
-        ask_to_scale("nobody", 3)
+        ask_launcher("nobody", 3)
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 
@@ -19,7 +20,7 @@ def sleepers():
 
 
 def test_only_the_groups_watched_at_last_are_killed(sleepers):
-    with Guard() as guard:
+    with contextlib.closing(Guard()) as guard:
         guard.watch(process.pid for process in sleepers)
         guard.watch(process.pid for process in sleepers[1:])
     assert [process.wait(5) for process in sleepers[1:]] == [-9, -9]
@@ -27,14 +28,14 @@ def test_only_the_groups_watched_at_last_are_killed(sleepers):
 
 
 def test_nobody_is_killed_after_an_end_in_order(sleepers):
-    with Guard() as guard:
+    with contextlib.closing(Guard()) as guard:
         guard.watch(process.pid for process in sleepers)
         guard.watch([])
     assert [process.poll() for process in sleepers] == [None] * 3
 
 
 def test_a_guard_that_was_killed_does_no_harm():
-    with Guard() as guard:
+    with contextlib.closing(Guard()) as guard:
         guard._shell.kill()
         guard._shell.wait()
         assert not is_running(guard._shell.pid)

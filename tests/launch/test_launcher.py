@@ -15,7 +15,7 @@ from launch.programs import Recorder, is_running, kill, read_pid, state_of
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import LaunchSettings, Output, launch, launcher
-from shoal.launch.endings import TIMED_OUT
+from shoal.launch.worker import TIMED_OUT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 STOP = f"signal {signal.SIGSTOP:d} (SIGSTOP)"
@@ -225,6 +225,26 @@ def test_workers_that_do_not_want_to_end_are_killed_with_their_children(start, h
     done = start(f"{STUBBORN}\n{CHILD}\n{TOGETHER}\nsys.exit(1) if rank == 0 else time.sleep(100)")
     assert done.outcome.exit_code == 1
     assert_no_children(tmp_path)
+
+
+def test_a_worker_that_hangs_in_native_code_is_named_and_killed(start, hasty, tmp_path):
+    """It holds the interpreter's lock in a C call, with all signals blocked: no handler would ever run."""
+    done = start("""
+        import ctypes
+        if rank == 0:
+            wait_for("hangs")
+            sys.exit(3)
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+        mark("hangs", os.getpid())
+        ctypes.PyDLL(None).sleep(100)
+    """)
+    assert done.outcome.exit_code == 3
+    assert done.outcome.elapsed_s < 20
+    assert done.said == [
+        "rank 0 failed with exit code 3",
+        "SIGTERM has not ended rank 1, which may hang in native code; SIGKILL follows",
+    ]
+    assert not is_running(read_pid(tmp_path, "hangs"))
 
 
 def test_children_of_workers_that_finished_are_ended_too(start, tmp_path):
@@ -565,7 +585,8 @@ def test_a_second_interrupt_kills_at_once(start, monkeypatch):
 def test_a_run_that_takes_too_long_names_who_had_not_finished(start, hasty):
     done = start(f"{STUBBORN}\nif rank != 1: time.sleep(100)", 3, timeout_s=1.2)
     assert done.outcome.exit_code == TIMED_OUT
-    assert done.said == ["ranks 0 and 2 had not finished after 1.2 s (--timeout)"]
+    assert done.said[0] == "ranks 0 and 2 had not finished after 1.2 s (--timeout)"
+    assert [line[:39] for line in done.said[1:]] == ["SIGTERM has not ended ranks 0 and 2, wh"]
 
 
 def test_logs_hold_all_that_a_worker_wrote(start, tmp_path):

@@ -9,6 +9,7 @@ from core.boards import NOW_S, note
 from launch.stations import FakeChannel
 from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
+from shoal.core.elastic import encode_message
 from shoal.launch import LaunchSettings, agent
 from shoal.launch.agent import Agent, seen_here
 from shoal.launch.head import AgentHandle, Copies, RunWorkers
@@ -22,7 +23,6 @@ from shoal.launch.protocol import (
     Seen,
     Up,
     WorkerJob,
-    encode,
 )
 from shoal.launch.worker_process import take_down
 
@@ -32,6 +32,7 @@ CLOCK = ManualClock(wall_s=NOW_S)
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(board, "_MEMORY", tmp_path / "none")  # other runs of this user have their notes there
 
 
 def test_an_agent_sees_its_own_ranks_of_the_run():
@@ -100,7 +101,7 @@ def test_an_agent_tells_once_that_there_is_nothing_left(monkeypatch):
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     sent = Seen([Sighting(note(0, values={"loss": 0.5}, waited_s={1: 2.0}), "running", 0.25)])
-    (came,) = Decoder(Up).feed(encode(sent))
+    (came,) = Decoder(Up).feed(encode_message(sent))
     assert came == sent
     channel = FakeChannel("gpu-0", [came])
     hello, copies = AgentHello("1", "vm"), Copies(CLOCK)

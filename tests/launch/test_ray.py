@@ -14,7 +14,7 @@ from launch.ray_cluster import Cluster
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings
-from shoal.launch.ray_engine import RaySettings, run_on_ray
+from shoal.launch.ray_engine import run_on_ray
 
 
 def on_ray(test):
@@ -39,8 +39,7 @@ def run(cluster, write):
         recorder = Recorder(when)
         command = (sys.executable, str(write(body)), *arguments)
         launch_settings = LaunchSettings(command, num_workers, **settings)
-        wanted = RaySettings(start_timeout_s=20)
-        return Done(run_on_ray(launch_settings, cluster.address, recorder, wanted), recorder)
+        return Done(run_on_ray(launch_settings, cluster.address, recorder, 20.0), recorder)
 
     return run
 
@@ -118,7 +117,7 @@ def test_too_few_cpus_are_an_error_with_numbers(cluster):
             LaunchSettings((sys.executable, "-c", ""), 3),
             cluster.address,
             Recorder(),
-            RaySettings(start_timeout_s=4),
+            start_timeout_s=4,
         )
 
 

@@ -2,8 +2,9 @@ import socket
 
 import pytest
 
+from shoal.core.elastic import encode_message
 from shoal.core.errors import ProtocolError
-from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, WorkerEnded, encode
+from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, WorkerEnded
 from shoal.launch.ray_bridge import ActorPlace
 from shoal.launch.ray_engine import RayChannel
 
@@ -38,7 +39,7 @@ def let_it_work(channel):
 
 def test_messages_come_whole_and_in_order(pair):
     channel, theirs = pair
-    data = MAGIC + encode(Started(3, 77)) + encode(WorkerEnded(3, 0))
+    data = MAGIC + encode_message(Started(3, 77)) + encode_message(WorkerEnded(3, 0))
     theirs.sendall(data[:-2])
     let_it_work(channel)
     assert channel.take() == [Started(3, 77)]
@@ -73,7 +74,7 @@ def test_a_way_that_the_bridge_closes_has_ended_and_says_why(pair):
 
 def test_what_is_no_message_is_an_error_after_those_that_were(pair):
     channel, theirs = pair
-    theirs.sendall(MAGIC + encode(Started(0, 1)))
+    theirs.sendall(MAGIC + encode_message(Started(0, 1)))
     let_it_work(channel)
     theirs.sendall(b"\xff" * 64)
     let_it_work(channel)

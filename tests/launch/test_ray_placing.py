@@ -28,7 +28,7 @@ def test_gpus_are_chosen_for_as_many_workers_as_there_is_room_for(monkeypatch):
     monkeypatch.setattr(ray_bridge, "SHRINK_S", 0.0)
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "GPU": 2.0}}]
     monkeypatch.setattr(ray_bridge, "_check_head", lambda: None)
-    request = ActorRequest("", 1.0, None, start_timeout_s=1.0, num_workers=3, min_workers=1)
+    request = ActorRequest("", 1.0, start_timeout_s=1.0, num_workers=3, min_workers=1)
     bridge = Bridge(SimpleNamespace(nodes=lambda: nodes), request, lambda report: None)
     group, num_gpus = bridge._reserve()
     assert tried == [[{"CPU": 1.0}] * 3, [{"CPU": 1.0, "GPU": 1.0}] * 2]

@@ -61,7 +61,6 @@ def test_a_part_travels_in_pieces_and_does_not_replace_one_that_is_here(tmp_path
     for rank in range(2):
         for data in timeline.read_part(str(there), rank):
             parts.take(rank, data)
-    parts.close()
     assert here.with_name("t.json.0").read_bytes() == b"0123456789"
     assert here.with_name("t.json.1").read_bytes() == b"shared"
     assert list(timeline.read_part(str(there), 7)) == []

@@ -223,7 +223,7 @@ class RankWorker:
         try:
             return {"answer": self._do(message["kind"], message["details"])}
         except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 reports it
-            from shoal.launch.endings import is_consequence
+            from shoal.launch.worker import is_consequence
 
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-3)
             with contextlib.suppress(Exception):

@@ -350,9 +350,9 @@ def run(
         emit(f"shoal run: {num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
     output = Terminal(has_prefix=not no_prefix)
     if engine == "ray":
-        from shoal.launch.ray_engine import RaySettings, run_on_ray
+        from shoal.launch.ray_engine import run_on_ray
 
-        outcome = run_on_ray(settings, address, output, RaySettings(start_timeout_s=start_timeout))
+        outcome = run_on_ray(settings, address, output, start_timeout)
     else:
         source: Engine | None = machines
         if machines is None or not machines.is_elsewhere:
@@ -374,7 +374,7 @@ def _secret_of(path: Path | None) -> SwarmSecret | None:
 def _join(job: str, num_slots: int, secret_file: Path | None, program: list[str] | None) -> None:
     """Be a machine of another run until it, or the user, ends that."""
     from shoal.launch.joining import join_run
-    from shoal.launch.live import ask_where_to_join
+    from shoal.launch.live import ask_launcher
     from shoal.transport import SwarmSecret
 
     if program:
@@ -387,7 +387,7 @@ def _join(job: str, num_slots: int, secret_file: Path | None, program: list[str]
     if ":" in job:
         address = Address.parse(job)
     else:
-        answer = ask_where_to_join(job)
+        answer = ask_launcher(job)
         if not answer.is_done:
             raise UsageError(answer.what, next_step="`shoal top` shows the runs of this machine.")
         address = Address.parse(answer.address)
@@ -422,9 +422,9 @@ def scale(
     New workers join between two steps, with the model as it is by then. Of workers that leave the newest go
     first, and end with exit code 0.
     """
-    from shoal.launch.live import ask_to_scale
+    from shoal.launch.live import ask_launcher
 
-    answer = ask_to_scale(job, size)
+    answer = ask_launcher(job, size)
     if not answer.is_done:
         raise UsageError(answer.what, next_step="`shoal top` shows the workers of the run.")
     typer.echo(answer.what)

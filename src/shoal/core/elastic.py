@@ -47,7 +47,7 @@ HORIZON_S = 0.05
 """A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
 hears where the others stop."""
 MAX_MESSAGE_BYTES = 1 << 24
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct(">I")
 _SMALLER, _UNREACHED = "the run was made smaller", "other workers cannot connect to it"
 _MAX_FAILURES = 2
 """A generation that could not form so many times in a row leaves out those that others could not reach."""
@@ -465,14 +465,14 @@ def _in_order(workers: Sequence[_Worker], addresses: Mapping[int, str]) -> tuple
 M = TypeVar("M")
 
 
-def encode_message(message: ElasticMessage) -> bytes:
+def encode_message(message: msgspec.Struct) -> bytes:
     """Gives the message as bytes, with its length before it."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class MessageReader(Generic[M]):
-    """Finds messages in a stream of bytes; `kind` is UpMessage or DownMessage."""
+    """Finds messages in a stream of bytes; `kind` is the union of those that may come."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
@@ -486,14 +486,16 @@ class MessageReader(Generic[M]):
             (length,) = _LENGTH.unpack_from(self._rest)
             end = _LENGTH.size + length
             if length > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"A message of {length} bytes is none between a worker and its launcher.")
+                raise ProtocolError(
+                    f"A message of {length} bytes is none of a launcher's, its agents' or its workers'."
+                )
             if len(self._rest) < end:
                 break
             try:
                 messages.append(self._decoder.decode(bytes(self._rest[_LENGTH.size : end])))
             except msgspec.DecodeError as error:
                 raise ProtocolError(
-                    f"A message between a worker and its launcher cannot be read: {error}.",
+                    f"A message between a launcher and its agents or workers cannot be read: {error}.",
                     cause="they have different versions of Shoal.",
                 ) from None
             del self._rest[:end]

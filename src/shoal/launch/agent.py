@@ -30,7 +30,6 @@ from shoal.launch.protocol import (
     HostLeaves,
     JobFailed,
     MessageStream,
-    PauseBeats,
     Seen,
     WorkerJob,
 )
@@ -106,7 +105,7 @@ class Agent:
                 if isinstance(message, WorkerJob):
                     self._patience = message.patience
                     self._run_id = name_of_run(message.variables.get(RUN_ID_VARIABLE, ""))
-                elif isinstance(message, PauseBeats):
+                elif isinstance(message, Beat):
                     self._is_paused = message.is_paused
                 self._workers.send(message)
         except ShoalError as error:

@@ -17,9 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from shoal.launch.endings import (
+from shoal.launch.output import Output
+from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import (
+    ENDING_HOLD_S,
     Death,
     Ending,
+    ShownTracebacks,
+    Worker,
     describe,
     first_cause,
     is_consequence,
@@ -29,9 +34,6 @@ from shoal.launch.endings import (
     shorten,
     summarise,
 )
-from shoal.launch.output import Output
-from shoal.launch.settings import LaunchSettings
-from shoal.launch.worker import ENDING_HOLD_S, ShownTracebacks, Worker
 
 SETTLE_S = 2.0
 """A worker that others have lost is seen ending within this time."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,6 @@ from shoal.core.board import Pin, Sighting, name_of_run
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
 from shoal.core.processes import boot_id, namespace
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
-from shoal.launch.endings import name_ranks
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.protocol import (
@@ -33,12 +33,10 @@ from shoal.launch.protocol import (
     AgentChannel,
     AgentHello,
     Beat,
-    Hold,
     HostLeaves,
     JobFailed,
-    LinkSaid,
+    LinkData,
     OfWorker,
-    PauseBeats,
     Post,
     Seen,
     TimelinePart,
@@ -54,7 +52,7 @@ from shoal.launch.settings import (
     variables_of_one,
 )
 from shoal.launch.timeline import Parts
-from shoal.launch.worker import Worker
+from shoal.launch.worker import Worker, name_ranks
 from shoal.launch.worker_process import LocalChannel, has_piped_stdin
 
 FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_")
@@ -63,8 +61,8 @@ _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 """What would be wrong there."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 """A lost host is tried to be reached again after so long, doubled after each time in vain."""
-_RETRY_ANSWER_S = 15.0
-"""It has so long to answer."""
+_ANSWER_S = 15.0
+"""A host that is tried again, or that has come by itself, has so long to answer."""
 
 
 class Copies:
@@ -131,14 +129,16 @@ class AgentHandle:
     """What to add to its clock to have this machine's, but for the time that its answer took."""
     error: ShoalError | None = None
     """Why it cannot take part."""
+    retry_s: float = math.inf
+    """When the host, which is lost, is tried again."""
+    pause_s: float = _FIRST_RETRY_S
+    """The time to the next attempt."""
     num_processes: int = 0
     """How many workers and servers it gets."""
     workers: list[Worker] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     heard_s: float = 0.0
     is_lost: bool = False
-    is_refusing: bool = False
-    """Whether it could not start what it was told to; it is not tried again."""
     has_joined: bool = False
     """Whether its machine has come by itself (`shoal run --join`)."""
     is_leaving: bool = False
@@ -163,11 +163,6 @@ class AgentHandle:
     def num_free(self) -> int:
         """How many more workers there is room for on it."""
         return self.slots - len(self.alive)
-
-    @property
-    def addresses(self) -> Mapping[str, Sequence[str]]:
-        """Its addresses by the name of the interface."""
-        return {} if self.hello is None else self.hello.addresses
 
     @property
     def is_awaited(self) -> bool:
@@ -238,19 +233,11 @@ class Gathering:
 
     def wait(self, inbox: SignalInbox, limit_s: float) -> int | None:
         """Wait until all have answered or cannot, or the time is over; return a signal that came first."""
-        end_s, beat_s = SYSTEM_CLOCK.now_s() + limit_s, 0.0
+        began_s, beat_s, waiting = SYSTEM_CLOCK.now_s(), 0.0, list(self._agents)
         while True:
             now_s = SYSTEM_CLOCK.now_s()
-            for agent in self._waiting():
-                hear_hello(agent, now_s)
-            for agent in self._waiting() if now_s >= end_s else ():
-                agent.error = PeerUnreachable(
-                    f"{agent.host} has not answered within {limit_s:g} s.",
-                    peer=agent.host,
-                    cause="the machine is down or busy, or a firewall drops what is sent to it.",
-                    next_step=f"ssh {agent.host} true, or give more time by --start-timeout.",
-                )
-            if not (waiting := self._waiting()):
+            waiting = [agent for agent in waiting if not hear_hello(agent, now_s, began_s, limit_s)]
+            if not waiting:
                 return None
             if now_s - beat_s >= BEAT_S:
                 beat_s = now_s
@@ -274,7 +261,7 @@ class Gathering:
         if not should_keep:
             return [agent for agent in self.present if agent.num_processes > 0]
         for agent, _ in self.absent:
-            agent.is_lost = True
+            agent.is_lost, agent.retry_s = True, 0.0
             agent.channel.abandon()
         return [*self.present, *(agent for agent, _ in self.absent)]
 
@@ -289,12 +276,12 @@ class Gathering:
             peer=[agent.host for agent, _ in self.absent],
         )
 
-    def _waiting(self) -> list[AgentHandle]:
-        return [agent for agent in self._agents if agent.hello is None and agent.error is None]
 
+def hear_hello(agent: AgentHandle, now_s: float, began_s: float, limit_s: float) -> bool:
+    """Say whether an agent has answered, or cannot take part: then its error says why.
 
-def hear_hello(agent: AgentHandle, now_s: float) -> None:
-    """Take the hello of an agent, if it has come, or note why it cannot take part."""
+    It has `limit_s` from `began_s` on.
+    """
     host = agent.host
     try:
         for hello in agent.channel.take():
@@ -316,44 +303,17 @@ def hear_hello(agent: AgentHandle, now_s: float) -> None:
             cause="the login shell there prints without end, or it has another version of Shoal.",
             next_step=f"ssh {host} true should print nothing.",
         )
-    if not agent.channel.is_open and agent.hello is None and agent.error is None:
+    has_answered = agent.hello is not None or agent.error is not None
+    if not has_answered and not agent.channel.is_open:
         agent.error = agent.channel.explain()
-
-
-@dataclass
-class _Reconnection:
-    """The attempts to reach a lost host again."""
-
-    lost: AgentHandle
-    due_s: float
-    """When the next attempt begins, or the present one ends in vain."""
-    pause_s: float = _FIRST_RETRY_S
-    attempt: AgentHandle | None = None
-    is_over: bool = False
-    """Whether there is no way to reach it."""
-
-    def look(self, engine: Engine, now_s: float) -> AgentHandle | None:
-        """Begin an attempt, or see how it goes; return the agent once it has answered."""
-        if self.attempt is None:
-            if now_s >= self.due_s:
-                self.attempt = engine.reopen(self.lost)
-                self.is_over = self.attempt is None
-                self.due_s = now_s + _RETRY_ANSWER_S
-            return None
-        hear_hello(self.attempt, now_s)
-        if self.attempt.hello is not None:
-            return self.attempt
-        if self.attempt.error is not None or now_s >= self.due_s:
-            self.close()
-            self.pause_s = min(2 * self.pause_s, _LONGEST_RETRY_S)
-            self.due_s = now_s + self.pause_s
-        return None
-
-    def close(self) -> None:
-        """End the present attempt."""
-        if self.attempt is not None:
-            self.attempt.channel.abandon()
-        self.attempt = None
+    elif not has_answered and now_s - began_s >= limit_s:
+        agent.error = PeerUnreachable(
+            f"{host} has not answered within {limit_s:g} s.",
+            peer=host,
+            cause="the machine is down or busy, or a firewall drops what is sent to it.",
+            next_step=f"ssh {host} true, or give more time by --start-timeout.",
+        )
+    return agent.hello is not None or agent.error is not None
 
 
 class RunWorkers:
@@ -381,7 +341,8 @@ class RunWorkers:
         self._agents = list(agents)
         self._engine = engine if settings.elastic.is_live else None
         self._late: list[AgentHandle] = []
-        self._reconnections: list[_Reconnection] = []
+        self._coming: list[tuple[AgentHandle, AgentHandle | None, float]] = []
+        """Agents that have not answered yet, in the place of which lost one, and since when."""
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
@@ -391,27 +352,22 @@ class RunWorkers:
         present = [agent for agent in self._agents if not agent.is_lost]
         meeting = meeting_of(present, self._settings.options.network_interface)
         self._shared, self._logs = variables_of_all(self._settings, meeting), logs
-        shared, now_s = self._shared, SYSTEM_CLOCK.now_s()
-        self._reconnections = [_Reconnection(agent, now_s) for agent in self._agents if agent.is_lost]
         for agent, posts in zip(present, place(present, self._settings.env), strict=True):
-            agent.workers = [
-                Worker(post.rank, agent.channel, self._output, logs, local_rank, self._settings.word)
-                for local_rank, post in enumerate(posts)
-            ]
             agent.heard_s = SYSTEM_CLOCK.now_s()
-            self.all += agent.workers
-            if posts:
-                agent.channel.send(self._job(agent, shared, posts))
+            self._give(agent, posts)
 
-    def admit(self, agent: AgentHandle) -> None:
-        """Take in an agent that has answered, on a host that has come, or come back."""
+    def expect(self, agent: AgentHandle, now_s: float, lost: AgentHandle | None = None) -> None:
+        """Wait for the answer of an agent whose host has come, or of another one on a lost host."""
+        self._coming.append((agent, lost, now_s))
+
+    def _admit(self, agent: AgentHandle) -> None:
         known = [other.machine for other in self._agents]
         if agent.machine in known:
             self._agents[known.index(agent.machine)] = agent
         else:
             self._agents.append(agent)
         agent.heard_s = SYSTEM_CLOCK.now_s()
-        agent.channel.send(Hold(self._is_held))
+        agent.channel.send(Beat(self._is_held))
         self._late.append(agent)
         self.arrived.append(agent)
 
@@ -446,17 +402,14 @@ class RunWorkers:
         rank = sum(worker.is_alive for worker in self.all)
         own = variables_of_one(self._settings.env, rank, local_rank, max(local_rank, len(here)) + 1, machine)
         own |= {"SHOAL_WORLD_SIZE": str(max(rank, local_rank, len(here)) + 1), JOINING_VARIABLE: "1"}
-        worker = Worker(number, agent.channel, self._output, self._logs, local_rank, self._settings.word)
         self._logs.add(number)
-        agent.workers.append(worker)
-        self.all.append(worker)
         try:
-            agent.channel.send(self._job(agent, self._shared, [Post(number, own)]))
+            self._give(agent, [Post(number, own)])
         except ShoalError as error:  # of a child of this process
             self._output.say(error.what)
-            worker.lose(SYSTEM_CLOCK.now_s())
+            self.all[number].lose(SYSTEM_CLOCK.now_s())
             return None
-        return worker
+        return self.all[number]
 
     def machine_of(self, agent: AgentHandle) -> int:
         """Return the number of an agent's machine."""
@@ -490,9 +443,9 @@ class RunWorkers:
         """Say what a poll should wait for; nothing that workers write while the output is full."""
         if is_full != self._is_held:
             self._is_held = is_full
-            self._tell_all(Hold(is_full))
-        attempts = [one.attempt for one in self._reconnections if one.attempt is not None]
-        agents = [*(agent for agent in self._agents if not agent.is_lost), *attempts]
+            self._beat()
+        agents = [agent for agent in self._agents if not agent.is_lost]
+        agents += [agent for agent, _, _ in self._coming]
         return [one for agent in agents for one in agent.channel.interests()]
 
     def look(self, now_s: float) -> None:
@@ -502,23 +455,39 @@ class RunWorkers:
                 self._hear(agent, now_s)
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
-            self._tell_all(Beat())
-        for reconnection in list(self._reconnections):
-            self._reconnect(reconnection, now_s)
+            self._beat()
+        for agent in self._agents if self._engine is not None else ():
+            if agent.is_lost and now_s >= agent.retry_s:
+                self._reopen(agent, now_s)
+        for coming in list(self._coming):
+            if hear_hello(coming[0], now_s, coming[2], _ANSWER_S):
+                self._coming.remove(coming)
+                self._welcome(*coming[:2], now_s)
 
-    def _reconnect(self, reconnection: _Reconnection, now_s: float) -> None:
+    def _reopen(self, lost: AgentHandle, now_s: float) -> None:
         assert self._engine is not None, "no elastic run"
+        lost.retry_s = math.inf
         try:
-            agent = reconnection.look(self._engine, now_s)
+            agent = self._engine.reopen(lost)
         except ShoalError as error:
-            self._output.say(f"{reconnection.lost.host} is not tried again: {error.what}")
-            self._reconnections.remove(reconnection)
+            self._output.say(f"{lost.host} is not tried again: {error.what}")
             return
-        if agent is not None or reconnection.is_over:
-            self._reconnections.remove(reconnection)
         if agent is not None:
-            self._output.say(f"{agent.host} is back")
-            self.admit(agent)
+            self.expect(agent, now_s, lost)
+
+    def _welcome(self, agent: AgentHandle, lost: AgentHandle | None, now_s: float) -> None:
+        """Take in an agent that has answered; one that cannot take part on a lost host is tried again."""
+        if agent.error is None:
+            joined = f"has joined with {agent.slots} slots" if lost is None else "is back"
+            self._output.say(f"{agent.host} {joined}")
+            self._admit(agent)
+            return
+        agent.channel.abandon()
+        if lost is None:
+            self._output.say(f"{agent.host} cannot join: {agent.error.what}")
+        else:
+            lost.pause_s = min(2 * lost.pause_s, _LONGEST_RETRY_S)
+            lost.retry_s = now_s + lost.pause_s
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
@@ -526,7 +495,7 @@ class RunWorkers:
 
     def pause(self, *, is_paused: bool) -> None:
         """Have agents do without beats, since the launcher is about to be stopped, or no more."""
-        self._tell_all(PauseBeats(is_paused))
+        self._beat(is_paused=is_paused)
         for agent in self._agents:
             agent.heard_s = SYSTEM_CLOCK.now_s()
 
@@ -536,9 +505,8 @@ class RunWorkers:
             if worker.is_alive and not worker.is_done:
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
-        self._parts.close()
-        for reconnection in self._reconnections:
-            reconnection.close()
+        for agent, _, _ in self._coming:
+            agent.channel.abandon()
         for agent in self._late:
             agent.channel.hang_up()
         for agent in self._late:
@@ -546,24 +514,35 @@ class RunWorkers:
         for agent in self._agents:
             agent.copies.close()
 
-    def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> WorkerJob:
+    def _give(self, agent: AgentHandle, posts: list[Post]) -> None:
+        """Have an agent start workers; ShoalError when children of this process cannot be started."""
+        for post in posts:
+            local_rank = int(post.variables["SHOAL_LOCAL_RANK"])
+            worker = Worker(
+                post.rank, agent.channel, self._output, self._logs, local_rank, self._settings.word
+            )
+            agent.workers.append(worker)
+            self.all.append(worker)
+        if not posts:
+            return
         first, *arguments = self._settings.command
-        return WorkerJob(
+        job = WorkerJob(
             command=[agent.python if first == sys.executable else first, *arguments],
             cwd=agent.cwd or str(Path.cwd()),
             # children of this process have its environment in any case
-            variables={**(forwarded(os.environ) if agent.host else {}), **shared},
+            variables={**(forwarded(os.environ) if agent.host else {}), **self._shared},
             posts=posts,
             timeline=self._settings.options.timeline if agent.has_own_disks else None,
             has_stdin=not agent.host and has_piped_stdin(),
             patience=self._settings.options.patience,
             is_elastic=self._settings.elastic.is_live,
         )
+        agent.channel.send(job)
 
-    def _tell_all(self, message: Hold | Beat | PauseBeats) -> None:
+    def _beat(self, *, is_paused: bool = False) -> None:
         for agent in self._agents:
             if not agent.is_lost:
-                agent.channel.send(message)
+                agent.channel.send(Beat(self._is_held, is_paused))
 
     def _hear(self, agent: AgentHandle, now_s: float) -> None:
         try:
@@ -585,8 +564,7 @@ class RunWorkers:
         if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
             if self._settings.elastic.is_live and any(worker.told.phase for worker in self.all):
-                agent.is_refusing = True
-                self._lose(agent, now_s, what)
+                self._lose(agent, now_s, what, can_retry=False)
                 return
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
         if isinstance(message, HostLeaves):
@@ -595,12 +573,12 @@ class RunWorkers:
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             agent.copies.take(message.sightings, agent.host)
-        elif isinstance(message, LinkSaid):
+        elif isinstance(message, LinkData):
             self.said.append((message.rank, message.data))
         elif isinstance(message, OfWorker):
             self.all[message.rank].take(message, now_s)
 
-    def _lose(self, agent: AgentHandle, now_s: float, why: str) -> None:
+    def _lose(self, agent: AgentHandle, now_s: float, why: str, *, can_retry: bool = True) -> None:
         agent.is_lost = True
         agent.copies.close()
         alive = [worker.rank for worker in agent.workers if worker.is_alive]
@@ -610,8 +588,8 @@ class RunWorkers:
         for worker in agent.workers:
             worker.lose(now_s)
         agent.channel.abandon()
-        if self._engine is not None and not agent.is_refusing and not agent.has_joined:
-            self._reconnections.append(_Reconnection(agent, now_s + _FIRST_RETRY_S))
+        if can_retry and not agent.has_joined:
+            agent.retry_s = now_s + _FIRST_RETRY_S
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
@@ -642,14 +620,15 @@ def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
     assert first.hello is not None
     if interface is not None and first.host:
         for agent in agents:
+            found = {} if agent.hello is None else agent.hello.addresses
             # an address may be that of any machine
-            if interface not in agent.addresses and _parse_address(interface) is None:
+            if interface not in found and _parse_address(interface) is None:
                 raise UsageError(
                     f"{agent.host} has no network interface {interface} with an address; "
-                    f"it has {', '.join(agent.addresses)}.",
+                    f"it has {', '.join(found)}.",
                     next_step="give --network-interface the name of one that all hosts have.",
                 )
-        address = next(iter(first.addresses.get(interface, ())), interface)
+        address = next(iter(first.hello.addresses.get(interface, ())), interface)
     else:
         address = "127.0.0.1" if num_machines == 1 else _outward_address(first, agents)
     return Meeting(address, first.hello.free_port, num_machines)

@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
 from shoal.core.processes import is_own
 from shoal.launch.head import AgentHandle, Engine
-from shoal.launch.protocol import AGENT, PipeChannel
+from shoal.launch.protocol import AGENT, ENDING_S, PipeChannel
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
 _LINE = re.compile(rf"{_ENTRY.pattern}(?:\s+slots\s*=\s*(?P<more>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
@@ -253,7 +253,7 @@ class SshChannel(PipeChannel):
 
     def explain(self) -> ShoalError:
         """Say it by ssh's exit code and words."""
-        return explain(self.host, *self.last_words(), self._settings)
+        return explain(self.host, *self.child.last_words(ENDING_S), self._settings)
 
 
 def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:

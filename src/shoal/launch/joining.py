@@ -23,7 +23,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.untrusted import visible
 from shoal.launch.agent import Agent, introduce
 from shoal.launch.head import AgentHandle
-from shoal.launch.protocol import AgentChannel, Decoder, MessageStream, Up
+from shoal.launch.protocol import DescriptorChannel
 from shoal.transport import Channel, Head, Membership, StreamTransport, SwarmSecret
 
 METHOD = "launch.join"
@@ -105,13 +105,12 @@ class JoinPort:
             await _copy(channel, theirs)
 
 
-class JoinedChannel(MessageStream[Up], AgentChannel):
+class JoinedChannel(DescriptorChannel):
     """The head's end of the way to a machine that has joined by itself."""
 
     def __init__(self, host: str, end: socket.socket) -> None:
-        self.host = host
         self._end = end
-        super().__init__(end.fileno(), end.fileno(), Decoder(Up, expects_magic=True))
+        super().__init__(host, end.fileno(), end.fileno())
 
     def explain(self) -> ShoalError:
         """Say that it has gone."""
@@ -123,8 +122,7 @@ class JoinedChannel(MessageStream[Up], AgentChannel):
 
     def close(self) -> None:
         """Close the socket, by which the agent ends; idempotent."""
-        self.is_open = False
-        self.stop_writing()
+        super().close()
         self._end.close()
 
 

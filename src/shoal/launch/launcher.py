@@ -11,23 +11,21 @@ workers as there are slots on the hosts that answer. What they resume from is th
 
 from __future__ import annotations
 
-import select
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
-from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures, Stops
 from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, RunWorkers
 from shoal.launch.live import LiveRun
 from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
-from shoal.launch.polling import Interest, SignalInbox, poll_once
+from shoal.launch.polling import SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 
 GRACE_S = 3.0
 """A worker that was asked to end has so long for it."""
@@ -121,7 +119,7 @@ class _RestartingRun:
         self._output.say(f"{which} with {workers}{f' on {names}' if names else ''}")
 
     def _interrupt(self, number: int) -> Outcome:
-        reason = "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
+        reason = _reason_of(number)
         self._output.say(f"{reason} before the workers had started")
         return Outcome(128 + number, reason)
 
@@ -174,7 +172,7 @@ class Launcher:
         wanted = self._run.interests(is_full=self._output.is_full)
         if self._live is not None:
             wanted += self._live.interests()
-        poll_once([self._inbox.interest, *writes_to(self._output), *wanted])
+        poll_once([self._inbox.interest, *self._output.interests(), *wanted])
         for number in self._inbox.take():
             if number == signal.SIGTSTP:
                 self._pause()
@@ -236,7 +234,7 @@ class Launcher:
             if now_s - self._ending.at_s > SAME_SIGNAL_S:
                 self._signals_left, self._next_signal_s = [signal.SIGKILL], now_s
             return
-        reason = "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
+        reason = _reason_of(number)
         self._output.say(f"{reason}; the workers are being ended")
         asking = [signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]
         self._end(Ending(now_s, reason, 128 + number), asking)
@@ -265,10 +263,16 @@ class Launcher:
 
     def _go_further(self, now_s: float) -> None:
         """Send the next signal to all that have not ended; give up those that the last one did not end."""
+        assert self._ending is not None
         alive = [worker for worker in self._workers if worker.is_alive]
         if self._signals_left:
             number = self._signals_left.pop(0)
             self._next_signal_s = now_s + (GRACE_S if self._signals_left else GIVE_UP_S)
+            if number == signal.SIGKILL and alive and now_s - self._ending.at_s >= GRACE_S:
+                who = name_ranks([worker.rank for worker in alive], self._settings.word)
+                self._output.say(
+                    f"SIGTERM has not ended {who}, which may hang in native code; SIGKILL follows"
+                )
             for worker in alive:
                 worker.signal_group(number)
             return
@@ -287,16 +291,15 @@ class Launcher:
         return Outcome(ending.exit_code, ending.reason, deaths, trace, cause=ending.cause)
 
 
+def _reason_of(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
+
+
 def drain(output: Output, inbox: SignalInbox) -> None:
     """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
-    while output.pending():
-        poll_once([inbox.interest, *writes_to(output)])
+    while wanted := output.interests():
+        poll_once([inbox.interest, *wanted])
         for number in inbox.take():
             if number != signal.SIGTSTP:
                 return
             inbox.stop_here()
-
-
-def writes_to(output: Output) -> list[Interest]:
-    """Say what to poll for to write what is queued."""
-    return [(one, select.POLLOUT, partial(output.write, one)) for one in output.pending()]

@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +22,7 @@ import msgspec
 from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
 from shoal.core.errors import ProtocolError, ShoalError, UsageError
 from shoal.core.run_options import SILENCE_S
-from shoal.launch.head import AgentHandle, RunWorkers, hear_hello
+from shoal.launch.head import AgentHandle, RunWorkers
 from shoal.launch.polling import Interest
 from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import Worker
@@ -34,17 +33,16 @@ if TYPE_CHECKING:
 SHORT_S = 120.0
 """A run with fewer workers than --min-np waits so long for more."""
 _ANSWER_S = 10.0
+_REQUEST_S = 0.2
+"""Who connects has its request ready; the launcher waits for nobody."""
 _MAX_REQUEST_BYTES = 1 << 12
 
 
-class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
-    """What `shoal scale` asks of a launcher."""
+class LauncherRequest(msgspec.Struct, frozen=True):
+    """What `shoal scale` and `shoal run --join` ask of a launcher on their machine."""
 
-    size: int
-
-
-class AddressRequest(msgspec.Struct, frozen=True, tag=True):
-    """What `shoal run --join` asks of a launcher on its machine."""
+    size: int | None = None
+    """The number of workers that the run should have; None asks where a machine joins."""
 
 
 class LauncherAnswer(msgspec.Struct, frozen=True):
@@ -79,11 +77,8 @@ class LiveRun:
         self._short_s: float | None = None
         """Since when workers are missing."""
         self._listener: socket.socket | None = None
-        self._requests: list[socket.socket] = []
         self._port: JoinPort | None = None
         self._address = ""
-        self._coming: list[tuple[AgentHandle, float]] = []
-        """Agents that have joined by themselves and have not said hello yet, and how long they may take."""
 
     def begin(self) -> None:
         """Take note of the first workers, and answer requests from now on."""
@@ -103,26 +98,14 @@ class LiveRun:
 
     def close(self) -> None:
         """Answer no more requests; idempotent."""
-        for one in (self._listener, *self._requests):
+        for one in (self._listener, self._port):
             if one is not None:
                 one.close()
-        self._listener, self._requests = None, []
-        for agent, _ in self._coming:
-            agent.channel.close()
-        if self._port is not None:
-            self._port.close()
-        self._port = None
+        self._listener = self._port = None
 
     def interests(self) -> list[Interest]:
         """Say what the launcher's poll should wait for."""
-        wanted: list[Interest] = []
-        if self._listener is not None:
-            wanted.append((self._listener.fileno(), select.POLLIN, self._accept))
-        return [
-            *wanted,
-            *(one for agent, _ in self._coming for one in agent.channel.interests()),
-            *((one.fileno(), select.POLLIN, partial(self._answer, one)) for one in self._requests),
-        ]
+        return [] if self._listener is None else [(self._listener.fileno(), select.POLLIN, self._accept)]
 
     def look(self, now_s: float) -> str:
         """Let the run change as far as it can; return why it cannot go on, or nothing."""
@@ -134,7 +117,8 @@ class LiveRun:
                     self._coordinator.take(number, message)
             except ProtocolError as error:
                 self._coordinator.give_up(number, error.what)
-        self._look_at_port(now_s)
+        for agent in self._port.take() if self._port is not None else ():
+            self._run.expect(agent, now_s)
         self._look_at_hosts()
         self._look_at_workers(now_s)
         self._coordinator.advance(now_s)
@@ -209,24 +193,6 @@ class LiveRun:
                 self._say(f"{agent.host} has left")
                 self._run.dismiss(agent)
 
-    def _look_at_port(self, now_s: float) -> None:
-        """Greet machines that join by themselves."""
-        if self._port is None:
-            return
-        self._coming += [(agent, now_s + _ANSWER_S) for agent in self._port.take()]
-        for agent, end_s in list(self._coming):
-            hear_hello(agent, now_s)
-            if agent.hello is not None:
-                self._say(f"{agent.host} has joined with {agent.slots} slots")
-                self._run.admit(agent)
-            elif agent.error is not None or now_s > end_s:
-                why = agent.error.what if agent.error is not None else "it says nothing."
-                self._say(f"{agent.host} cannot join: {why}")
-                agent.channel.close()
-            else:
-                continue
-            self._coming.remove((agent, end_s))
-
     def _open_port(self) -> None:
         """Let other machines join."""
         from shoal.launch.joining import JoinPort  # the transport takes a moment to import
@@ -299,27 +265,22 @@ class LiveRun:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             request, _ = self._listener.accept()
-            if not _is_own_user(request):
-                request.close()
-                return
-            request.settimeout(1.0)
-            self._requests.append(request)
+            with request:
+                request.settimeout(_REQUEST_S)
+                if _is_own_user(request):
+                    answer = self._answer(request.recv(_MAX_REQUEST_BYTES))
+                    request.sendall(msgspec.json.encode(answer))
 
-    def _answer(self, request: socket.socket) -> None:
-        self._requests.remove(request)
-        with request, contextlib.suppress(OSError):
-            try:
-                asked = msgspec.json.decode(
-                    request.recv(_MAX_REQUEST_BYTES), type=ScaleRequest | AddressRequest
-                )
-                if isinstance(asked, ScaleRequest):
-                    answer = LauncherAnswer(True, self.scale(asked.size))
-                    self._say(f"shoal scale {asked.size}: {answer.what}")
-                else:
-                    answer = self._tell_address()
-            except (ShoalError, msgspec.DecodeError) as error:
-                answer = LauncherAnswer(False, error.what if isinstance(error, ShoalError) else str(error))
-            request.sendall(msgspec.json.encode(answer))
+    def _answer(self, request: bytes) -> LauncherAnswer:
+        try:
+            asked = msgspec.json.decode(request, type=LauncherRequest)
+            if asked.size is None:
+                return self._tell_address()
+            answer = LauncherAnswer(True, self.scale(asked.size))
+        except (ShoalError, msgspec.DecodeError) as error:
+            return LauncherAnswer(False, error.what if isinstance(error, ShoalError) else str(error))
+        self._say(f"shoal scale {asked.size}: {answer.what}")
+        return answer
 
     def _tell_address(self) -> LauncherAnswer:
         if self._port is None:
@@ -334,22 +295,16 @@ def address_of(run: str) -> str:
     return f"\0shoal-{digest}"
 
 
-def ask_to_scale(run: str, size: int) -> LauncherAnswer:
-    """Ask the launcher of a run on this machine for another number of workers; UsageError without one."""
-    return _ask(run, ScaleRequest(size))
+def ask_launcher(run: str, size: int | None = None) -> LauncherAnswer:
+    """Ask the launcher of a run on this machine for so many workers, or where a machine joins the run.
 
-
-def ask_where_to_join(run: str) -> LauncherAnswer:
-    """Ask the launcher of a run on this machine for its port; UsageError without one."""
-    return _ask(run, AddressRequest())
-
-
-def _ask(run: str, request: ScaleRequest | AddressRequest) -> LauncherAnswer:
+    UsageError when there is no such launcher.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_ANSWER_S)
         try:
             launcher.connect(address_of(run))
-            launcher.sendall(msgspec.json.encode(request))
+            launcher.sendall(msgspec.json.encode(LauncherRequest(size)))
             return msgspec.json.decode(launcher.recv(_MAX_REQUEST_BYTES), type=LauncherAnswer)
         except (OSError, msgspec.DecodeError):
             raise UsageError(

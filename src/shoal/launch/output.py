@@ -6,8 +6,10 @@ reading, and the workers wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from shoal.core.errors import UsageError
+from shoal.launch.polling import Interest
 
 Stream = Literal["stdout", "stderr"]
 MAX_QUEUED_BYTES = 1 << 20
@@ -42,12 +45,9 @@ class Output:
     def say(self, text: str) -> None:
         """Take a line of the launcher's own."""
 
-    def pending(self) -> list[int]:
-        """Return the descriptors that something waits to be written to."""
+    def interests(self) -> list[Interest]:
+        """Say what a poll should wait for to write what is queued; nothing when all is written."""
         return []
-
-    def write(self, descriptor: int) -> None:
-        """Write some of it; called when the descriptor is ready."""
 
 
 class OutputListener(Output):
@@ -99,13 +99,10 @@ class Terminal(Output):
         """Queue the launcher's line for stderr."""
         self._targets["stderr"].add(f"shoal run: {text}\n".encode(errors="backslashreplace"))
 
-    def pending(self) -> list[int]:
-        """Return the descriptors that have a queue."""
-        return list(dict.fromkeys(target.descriptor for target in self._targets.values() if target.queue))
-
-    def write(self, descriptor: int) -> None:
-        """Write as much as goes without waiting."""
-        next(target for target in self._targets.values() if target.descriptor == descriptor).write()
+    def interests(self) -> list[Interest]:
+        """Say where something waits to be written."""
+        queued = dict.fromkeys(target for target in self._targets.values() if target.queue)
+        return [(target.descriptor, select.POLLOUT, target.write) for target in queued]
 
 
 class _Target:
@@ -129,7 +126,7 @@ class _Target:
             self.queue.clear()
 
 
-class LogFiles:
+class LogFiles(contextlib.ExitStack):
     """A file for each rank with all that it wrote, as it came; a context manager."""
 
     def __init__(
@@ -140,6 +137,7 @@ class LogFiles:
         *,
         should_append: bool = False,
     ) -> None:
+        super().__init__()
         self._folder = folder
         self._say = say
         self._files: dict[int, IO[bytes]] = {}
@@ -153,7 +151,8 @@ class LogFiles:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank] = (self._folder / f"rank-{rank}.log").open(self._mode, buffering=0)
+            path = self._folder / f"rank-{rank}.log"
+            self._files[rank] = self.enter_context(path.open(self._mode, buffering=0))
         except OSError as error:
             self.close()
             raise UsageError(
@@ -164,25 +163,11 @@ class LogFiles:
     def write(self, rank: int, data: bytes) -> None:
         """Append; a file that cannot take it is named once and left alone."""
         file = self._files.get(rank)
-        if file is None or not data:
-            return
         try:
-            file.write(data)
+            if file is not None:
+                file.write(data)
         except OSError as error:
-            self._say(f"{file.name} cannot be written any more: {error.strerror}")
-            self._files.pop(rank).close()
-
-    def close(self) -> None:
-        """Close all files; idempotent."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> LogFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._say(f"{self._files.pop(rank).name} cannot be written any more: {error.strerror}")
 
 
 def settle_own_streams() -> None:

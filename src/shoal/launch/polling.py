@@ -1,4 +1,4 @@
-"""One poll that waits for all there is: descriptors, and signals, which come as bytes in a pipe."""
+"""One poll that waits for all there is: streams of bytes, ends of processes, and signals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
 """Whoever started this process so (nohup) did it on purpose."""
 _ENDS = select.POLLERR | select.POLLHUP | select.POLLNVAL
+_READ_BYTES = 1 << 16
+"""As much as a pipe holds."""
 
 
 def poll_once(interests: Iterable[Interest], limit_s: float = TICK_S) -> None:
@@ -33,6 +35,61 @@ def poll_once(interests: Iterable[Interest], limit_s: float = TICK_S) -> None:
     for descriptor, event, action in wanted:
         if action is not None and ready.get(descriptor, 0) & (event | _ENDS):
             action()
+
+
+class ByteStream:
+    """Bytes over one descriptor, or two; nothing blocks, and what is not written is queued.
+
+    The descriptors are the caller's to close.
+    """
+
+    def __init__(self, source: int, sink: int | None = None) -> None:
+        self.is_open = True
+        """Whether more may be read."""
+        self.queue = bytearray()
+        """What has not been written yet."""
+        self._source, self._sink = source, source if sink is None else sink
+        self._can_write = True
+        for descriptor in (self._source, self._sink):
+            os.set_blocking(descriptor, False)
+
+    def events(self, on_input: Callable[[], object]) -> list[Interest]:
+        """Say what a poll should wait for, and what to do when something can be read."""
+        wanted: list[Interest] = [(self._source, select.POLLIN, on_input)] if self.is_open else []
+        return [*wanted, (self._sink, select.POLLOUT, self._write)] if self.queue else wanted
+
+    def read(self) -> bytes:
+        """Return some of what is there; nothing where nothing is there, or the other side has gone."""
+        data = b""
+        if self.is_open:
+            try:
+                data = os.read(self._source, _READ_BYTES)
+            except BlockingIOError:
+                return b""
+            except OSError:  # of a socket whose other end was killed
+                data = b""
+            self.is_open = bool(data)
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Queue bytes, and write what goes at once; to one that has gone they go nowhere."""
+        if self._can_write:
+            self.queue += data
+            self._write()
+
+    def stop_writing(self) -> None:
+        """Drop what is queued and what will be written."""
+        self._can_write = False
+        self.queue.clear()
+
+    def _write(self) -> None:
+        try:
+            while self.queue:
+                del self.queue[: os.write(self._sink, self.queue)]
+        except BlockingIOError:
+            return
+        except OSError:  # the other side has gone: reading tells
+            self.stop_writing()
 
 
 class SignalInbox:

@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import struct
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, Generic
 
 import msgspec
 
 from shoal.core.board import Sighting
+from shoal.core.elastic import M, MessageReader, encode_message
 from shoal.core.errors import PeerRefused, ProtocolError, ShoalError
 from shoal.core.status import Status
 from shoal.launch.output import Stream
-from shoal.launch.polling import Interest
+from shoal.launch.polling import ByteStream, Interest
 
 MAGIC = b"\xf5SHOAL\x01\n"
 """Before an agent's first message: what a login shell prints on its own comes before it, and is skipped."""
-MAX_MESSAGE_BYTES = 1 << 24
 MAX_PREAMBLE_BYTES = 1 << 16
 """A login shell may print so much."""
 BEAT_S = 1.0
 """The time from one beat to the next, in both directions."""
-_LENGTH = struct.Struct(">I")
-M = TypeVar("M")
 AGENT = ("-P", "-m", "shoal.launch.agent")
 """Arguments of Python; -P: a file in the folder where it starts must not be taken for a module."""
-_READ_BYTES = 1 << 18
 _MAX_COMPLAINT_BYTES = 1 << 14
-_ENDING_S = 2.0
+ENDING_S = 2.0
+"""The child of a channel has so long to end."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -103,20 +99,13 @@ class Signal(Message, frozen=True):
     number: int
 
 
-class Hold(Message, frozen=True):
-    """Down: do not read what workers write (their pipes fill, and they wait), or do again."""
-
-    is_held: bool
-
-
-class PauseBeats(Message, frozen=True):
-    """Down: the head will be stopped and beat no more (its workers have been stopped), or is back."""
-
-    is_paused: bool
-
-
 class Beat(Message, frozen=True):
-    """Up and down: the sender is still here."""
+    """Up and down: the sender is still here. The head also says at once what has changed for agents."""
+
+    is_held: bool = False
+    """Down: whether to leave unread what workers write; their pipes fill, and they wait."""
+    is_paused: bool = False
+    """Down: whether the head is about to be stopped with its workers, and will beat no more."""
 
 
 class HostLeaves(Message, frozen=True):
@@ -168,16 +157,9 @@ class WorkerTold(OfWorker, frozen=True):
     status: Status
 
 
-class LinkSaid(OfWorker, frozen=True):
-    """Up: bytes that a worker of an elastic run wrote to its coordinator (`core.elastic`)."""
+class LinkData(OfWorker, frozen=True):
+    """Up and down: bytes between a worker of an elastic run and its coordinator (`core.elastic`)."""
 
-    data: bytes
-
-
-class LinkAnswer(Message, frozen=True):
-    """Down: bytes of the coordinator for one worker."""
-
-    rank: int
     data: bytes
 
 
@@ -200,30 +182,23 @@ class WorkerEnded(OfWorker, frozen=True):
     code: int
 
 
-_OfWorker = Started | Wrote | TimelinePart | WorkerTold | LinkSaid | Stopped | Exited | WorkerEnded
+_OfWorker = Started | Wrote | TimelinePart | WorkerTold | LinkData | Stopped | Exited | WorkerEnded
 Up = AgentHello | Beat | HostLeaves | Seen | JobFailed | _OfWorker
-Down = WorkerJob | Signal | Hold | PauseBeats | Beat | LinkAnswer
+Down = WorkerJob | Signal | Beat | LinkData
 
 
-def encode(message: Message) -> bytes:
-    """Return the message as bytes, with its length before it."""
-    data = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-class Decoder(Generic[M]):
+class Decoder(MessageReader[M]):
     """Finds messages in a stream of bytes; `expects_magic` at the head's end."""
 
     def __init__(self, kind: Any, *, expects_magic: bool = False) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
-        self._rest = bytearray()
+        super().__init__(kind)
         self._expects_magic = expects_magic
 
     def feed(self, data: bytes) -> list[M]:
         """Return the messages that are whole now; ProtocolError for what is none."""
-        self._rest += data
         if self._expects_magic:
-            preamble, magic, rest = self._rest.partition(MAGIC)
+            self._rest += data
+            preamble, magic, data = bytes(self._rest).partition(MAGIC)
             if not magic and len(preamble) > MAX_PREAMBLE_BYTES:
                 raise ProtocolError(
                     "What was started there prints too much and does not answer as an agent of Shoal.",
@@ -231,46 +206,32 @@ class Decoder(Generic[M]):
                 )
             if not magic:
                 return []
-            self._rest, self._expects_magic = rest, False
-        messages: list[M] = []
-        while len(self._rest) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._rest)
-            if length > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"A message of {length} bytes is none of Shoal's.")
-            end = _LENGTH.size + length
-            if len(self._rest) < end:
-                break
-            try:
-                messages.append(self._decoder.decode(self._rest[_LENGTH.size : end]))
-            except msgspec.DecodeError as error:
-                raise ProtocolError(
-                    f"A message between the head of the run and an agent cannot be read: {error}.",
-                    cause="they have different versions of Shoal.",
-                ) from None
-            del self._rest[:end]
-        return messages
+            self._rest, self._expects_magic = bytearray(), False
+        return super().feed(data)
 
 
-class MessageStream(Generic[M]):
-    """Messages both ways over two descriptors, or one; nothing blocks, what is not written is queued."""
+class MessageStream(ByteStream, Generic[M]):
+    """Messages both ways over two descriptors, or one.
+
+    When it is not open any more, and `take` gives nothing, the other side has gone.
+    """
 
     def __init__(self, source: int, sink: int, decoder: Decoder[M]) -> None:
-        for descriptor in (source, sink):
-            os.set_blocking(descriptor, False)
-        self.is_open = True
-        """Whether more may come; when not, and `take` gives nothing more, the other side has gone."""
-        self.queue = bytearray()
-        """What has not been written yet."""
-        self._source, self._sink = source, sink
+        super().__init__(source, sink)
         self._decoder = decoder
-        self._can_write = True
         self._came: list[M] = []
         self._broken: ProtocolError | None = None
 
     def interests(self) -> list[Interest]:
         """Say what a poll should wait for."""
-        wanted: list[Interest] = [(self._source, select.POLLIN, self.read)] if self.is_open else []
-        return [*wanted, (self._sink, select.POLLOUT, self._write)] if self.queue else wanted
+        return self.events(self.receive)
+
+    def receive(self) -> None:
+        """Read some of what is there."""
+        try:
+            self._came += self._decoder.feed(self.read())
+        except ProtocolError as error:
+            self._broken, self.is_open = error, False
 
     def take(self) -> list[M]:
         """Return the messages that have been read, in order; ProtocolError for what is none."""
@@ -280,38 +241,8 @@ class MessageStream(Generic[M]):
         return came
 
     def send(self, message: Message) -> None:
-        """Queue a message and write what goes at once; to one that has gone it goes nowhere."""
-        if self._can_write:
-            self.queue += encode(message)
-            self._write()
-
-    def stop_writing(self) -> None:
-        """Drop what is queued and what will be sent."""
-        self._can_write = False
-        self.queue.clear()
-
-    def read(self) -> None:
-        """Read some of what is there."""
-        try:
-            data = os.read(self._source, _READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        try:
-            self._came += self._decoder.feed(data)
-        except ProtocolError as error:
-            self._broken = error
-        self.is_open = self.is_open and bool(data) and self._broken is None
-
-    def _write(self) -> None:
-        try:
-            while self.queue:
-                del self.queue[: os.write(self._sink, self.queue)]
-        except BlockingIOError:
-            return
-        except OSError:  # the other side has gone: reading tells
-            self.stop_writing()
+        """Queue a message; to one that has gone it goes nowhere."""
+        self.write(encode_message(message))
 
 
 class AgentChannel(ABC):
@@ -411,21 +342,31 @@ class ChildProcess:
         self._errors.close()
 
 
-class PipeChannel(MessageStream[Up], AgentChannel):
+class DescriptorChannel(MessageStream[Up], AgentChannel):
+    """A channel over descriptors, which whoever makes it closes."""
+
+    def __init__(self, host: str, source: int, sink: int) -> None:
+        self.host = host
+        super().__init__(source, sink, Decoder(Up, expects_magic=True))
+
+    def close(self) -> None:
+        """Neither read nor write any more."""
+        self.is_open = False
+        self.stop_writing()
+
+
+class PipeChannel(DescriptorChannel):
     """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`)."""
 
     def __init__(
         self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        self.host = host
-        self._child = ChildProcess(command, environment)
-        self.pid = self._child.pid
-        decoder: Decoder[Up] = Decoder(Up, expects_magic=True)
-        super().__init__(self._child.stdout.fileno(), self._child.stdin.fileno(), decoder)
+        self.child = ChildProcess(command, environment)
+        super().__init__(host, self.child.stdout.fileno(), self.child.stdin.fileno())
 
     def explain(self) -> ShoalError:
         """Say it by the child's exit code and its last words."""
-        code, complaint = self.last_words()
+        code, complaint = self.child.last_words(ENDING_S)
         end = "does not answer" if code is None else f"ended with exit code {code}"
         return PeerRefused(
             f"The agent on {self.host} {end}{f': {complaint}' if complaint else ''}.",
@@ -433,22 +374,17 @@ class PipeChannel(MessageStream[Up], AgentChannel):
             next_step="look at what it wrote, or at the memory of that machine.",
         )
 
-    def last_words(self) -> tuple[int | None, str]:
-        """Return the exit code of the child, which is waited for shortly, and the end of its stderr."""
-        return self._child.last_words(_ENDING_S)
-
     def hang_up(self) -> None:
         """Have the child's input end, by which it ends."""
         self.stop_writing()
-        self._child.hang_up()
+        self.child.hang_up()
 
     def close(self) -> None:
         """End the child; one that takes long is killed."""
-        self.is_open = False
-        self.stop_writing()
-        self._child.close(_ENDING_S)
+        super().close()
+        self.child.close(ENDING_S)
 
     def abandon(self) -> None:
-        """Kills the child, and closes what leads to it."""
-        self._child.kill()
+        """Kill the child, and close what leads to it."""
+        self.child.kill()
         self.close()

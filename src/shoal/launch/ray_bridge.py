@@ -43,8 +43,6 @@ class ActorRequest(Message, frozen=True):
     address: str
     num_cpus: float
     """The CPUs of each worker."""
-    num_gpus: float | None
-    """The GPUs of each worker; None gives one to each where the cluster has enough, else none."""
     start_timeout_s: float
     num_workers: int = 0
     min_workers: int = 0
@@ -232,9 +230,7 @@ class Bridge:
 
         request, patience_s = self._request, SHRINK_S
         for num_workers in range(request.num_workers, request.min_workers - 1, -1):
-            num_gpus = request.num_gpus
-            if num_gpus is None:
-                num_gpus = 1.0 if self._total("GPU") >= num_workers else 0.0
+            num_gpus = 1.0 if self._total("GPU") >= num_workers else 0.0
             bundle = {"CPU": request.num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
             each = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
             workers = f"{num_workers} worker{'' if num_workers == 1 else 's'} with {each} each"

@@ -12,55 +12,42 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
-from shoal.launch.endings import Outcome
 from shoal.launch.head import AgentHandle, Engine
-from shoal.launch.launcher import START_TIMEOUT_S, launch, writes_to
+from shoal.launch.launcher import START_TIMEOUT_S, launch
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import AgentChannel, ChildProcess, Decoder, MessageStream, Up
+from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream
 from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Outcome
 
 _ENDING_S = 10.0
 _BRIDGE = "import sys; from shoal.launch.ray_bridge import main; sys.exit(main([*map(int, sys.argv[1:])]))"
 """Not `-m`: Ray would send an actor of `__main__` along instead of having the nodes import Shoal's."""
 
 
-@dataclass(frozen=True, slots=True)
-class RaySettings:
-    """What each worker takes of the cluster, and for how long it is waited for."""
-
-    num_cpus: float | None = None
-    """By default the worker's number of threads if that is given, else 1."""
-    num_gpus: float | None = None
-    """By default 1 where the cluster has one for each worker, else 0."""
-    start_timeout_s: float = START_TIMEOUT_S
-
-
 def run_on_ray(
     settings: LaunchSettings,
     address: str | None = None,
     output: Output | None = None,
-    ray_settings: RaySettings | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Outcome:
     """Run to the end, on the cluster at `address`, RAY_ADDRESS, or the one that this machine is a node of.
 
-    Errors are raised only for what was wrong before the first worker ran.
+    A worker takes as many CPUs as it has threads, and a GPU where the cluster has one for each. Errors are
+    raised only for what was wrong before the first worker ran.
     """
     if importlib.util.find_spec("ray") is None:
         raise UsageError("Ray is not installed.", next_step="pip install 'shoal[ray]'")
     output = Terminal() if output is None else output
-    wanted = ray_settings or RaySettings()
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    num_cpus = wanted.num_cpus or settings.num_threads or 1
-    request = ActorRequest(address, num_cpus, wanted.num_gpus, wanted.start_timeout_s)
-    return launch(settings, output, RayEngine(request, output), wanted.start_timeout_s)
+    request = ActorRequest(address, settings.num_threads or 1, start_timeout_s)
+    return launch(settings, output, RayEngine(request, output), start_timeout_s)
 
 
 class RayEngine(Engine):
@@ -99,7 +86,7 @@ class RayEngine(Engine):
     def _say(self, text: str) -> None:
         """Say it at once: nobody writes out what is queued before the workers run."""
         self._output.say(text)
-        poll_once(writes_to(self._output), 0.0)
+        poll_once(self._output.interests(), 0.0)
 
 
 class BridgeProcess:
@@ -166,7 +153,7 @@ class BridgeProcess:
             self._child.close(_ENDING_S)
 
     def _take_reports(self) -> list[BridgeReport]:
-        self._stream.read()
+        self._stream.receive()
         reports = self._stream.take()
         self._why_lost.update(report.lost for report in reports if report.lost is not None)
         return reports
@@ -177,16 +164,15 @@ class BridgeProcess:
         return f"ended with exit code {code}{last}"
 
 
-class RayChannel(MessageStream[Up], AgentChannel):
+class RayChannel(DescriptorChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
     def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:
         where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
-        self.host = f"{place.host}{where}"
         self._bridge = bridge
         self._index = index
         descriptor = bridge.ends[index].fileno()
-        super().__init__(descriptor, descriptor, Decoder(Up, expects_magic=True))
+        super().__init__(f"{place.host}{where}", descriptor, descriptor)
 
     def explain(self) -> ShoalError:
         """Say it as the bridge says it."""
@@ -199,6 +185,5 @@ class RayChannel(MessageStream[Up], AgentChannel):
 
     def close(self) -> None:
         """Close the socket, by which the bridge has the agent end; idempotent."""
-        self.is_open = False
-        self.stop_writing()
+        super().close()
         self._bridge.close_ends([self._index])

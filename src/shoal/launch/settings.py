@@ -16,7 +16,7 @@ import msgspec
 from shoal.core.errors import UsageError
 from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_cores
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
-from shoal.launch.endings import WorkerWord
+from shoal.launch.worker import WorkerWord
 
 if TYPE_CHECKING:
     from shoal.transport import SwarmSecret
@@ -61,12 +61,6 @@ class Elastic:
     join_port: int | None = None
     """The port where they do, 0 for any; None opens none before somebody on this machine asks for it."""
 
-    def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise UsageError(
-                f"--max-restarts {self.max_restarts} is impossible.", next_step="give 0 or more."
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
@@ -98,10 +92,10 @@ class LaunchSettings:
             raise UsageError(f"{self.num_workers} workers do no work.", next_step="give -np 1 or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise UsageError(f"A worker cannot have {self.num_threads} threads.", next_step="give 1 or more.")
-        if self.options.num_servers < 0:
-            raise UsageError(
-                f"--num-servers {self.options.num_servers} is impossible.", next_step="give 0 or more."
-            )
+        counts = {"--num-servers": self.options.num_servers, "--max-restarts": self.elastic.max_restarts}
+        for name, count in counts.items():
+            if count < 0:
+                raise UsageError(f"{name} {count} is impossible.", next_step="give 0 or more.")
         every = self.options.checkpoint_every
         if every is not None and (every < 1 or self.options.checkpoint is None):
             raise UsageError(

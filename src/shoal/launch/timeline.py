@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import Literal
 
 from shoal.core.errors import ReportError, UsageError
-from shoal.launch.endings import Outcome, name_ranks
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Outcome, name_ranks
 from shoal.report.timeline import merge
 
 MAX_PART_BYTES = 1 << 26
@@ -79,26 +79,15 @@ class Parts:
 
     def __init__(self, settings: LaunchSettings) -> None:
         self._timeline = settings.options.timeline
-        self._files: dict[int, IO[bytes] | None] = {}
+        self._begun: dict[int, None] = {}
 
     def take(self, rank: int, data: bytes) -> None:
-        """Write a piece of a worker's part."""
+        """Write a piece of a worker's part; with a full disk the part will not be whole, and named."""
         assert self._timeline is not None
-        if rank not in self._files:
-            try:
-                self._files[rank] = _part(Path(self._timeline), rank).open("xb", buffering=0)
-            except OSError:
-                self._files[rank] = None
-        file = self._files[rank]
-        if file is not None:
-            with contextlib.suppress(OSError):  # a full disk: the part will not be whole, and named
-                file.write(data)
-
-    def close(self) -> None:
-        """Close all files; idempotent."""
-        for file in self._files.values():
-            if file is not None:
-                file.close()
+        mode: Literal["ab", "xb"] = "ab" if rank in self._begun else "xb"
+        with contextlib.suppress(OSError), _part(Path(self._timeline), rank).open(mode, buffering=0) as file:
+            self._begun[rank] = None
+            file.write(data)
 
 
 def _parts(settings: LaunchSettings, path: Path) -> list[Path]:

@@ -14,10 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -25,15 +24,14 @@ from shoal.core import SYSTEM_CLOCK, board
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.status import Status
 from shoal.launch.output import Stream
-from shoal.launch.polling import Interest
+from shoal.launch.polling import ByteStream, Interest
 from shoal.launch.protocol import (
     AgentChannel,
     AgentHello,
+    Beat,
     Down,
     Exited,
-    Hold,
-    LinkAnswer,
-    LinkSaid,
+    LinkData,
     Post,
     Signal,
     Started,
@@ -50,8 +48,6 @@ from shoal.launch.timeline import make_room, read_part
 
 LAST_WORDS_S = 1.0
 """The pipes of an ended worker have so long to end: a process that left its group may hold them for ever."""
-READ_BYTES = 1 << 16
-"""As much as a pipe holds."""
 _MAX_LAST_BYTES = 1 << 22
 """No more output than this is read when a worker's time is over: somebody else may write for ever."""
 _MAX_STATUS_BYTES = 4096
@@ -99,17 +95,18 @@ class LocalChannel(AgentChannel):
                 self._start(message)
             case Signal():
                 self.signal_all(message.number, message.ranks)
-            case LinkAnswer():
+            case LinkData():
                 process = self._processes.get(message.rank)
                 if process is not None and process.link is not None:
-                    process.link.send(message.data)
-            case Hold():
+                    process.link.write(message.data)
+            case Beat():
                 self._is_held = message.is_held
 
     def take(self) -> list[Up]:
         """Return what has become of the workers since."""
         self._look(SYSTEM_CLOCK.now_s())
-        came, self._came = self._came, []
+        came = self._came.copy()
+        self._came.clear()
         return came
 
     def explain(self) -> ShoalError:
@@ -128,7 +125,7 @@ class LocalChannel(AgentChannel):
             process.close()
         if self._guard is not None:
             self._guard.watch([])
-            self._guard.__exit__()
+            self._guard.close()
         take_down()
 
     def signal_all(self, number: int, ranks: Collection[int] | None = None) -> None:
@@ -139,43 +136,29 @@ class LocalChannel(AgentChannel):
 
     def interests(self, *, is_full: bool = False) -> list[Interest]:
         """Say what a poll should wait for; what workers write is left in their pipes while `is_full`."""
-        wanted: list[Interest] = []
-        for process in self._processes.values():
-            if process.status.is_open:
-                read_status = partial(self._read_status, process)
-                wanted.append((process.status.descriptor, select.POLLIN, read_status))
-            if process.link is not None and process.link.is_open:
-                wanted += process.link.interests(partial(self._read_link, process))
-            if process.is_alive and process.exit_descriptor >= 0:
-                wanted.append((process.exit_descriptor, select.POLLIN, None))
-            for stream, pipe in process.outputs.items() if not self._is_held and not is_full else ():
-                if pipe.is_open:
-                    pass_on = partial(self._pass_on, process.rank, stream, pipe)
-                    wanted.append((pipe.descriptor, select.POLLIN, pass_on))
-        return wanted
+        is_held = is_full or self._is_held
+        return [one for process in self._open for one in process.interests(is_held=is_held)]
+
+    @property
+    def _open(self) -> list[WorkerProcess]:
+        """The processes of which not all has been told."""
+        return [process for process in self._processes.values() if not process.is_over]
 
     def _look(self, now_s: float) -> None:
         """Tell of those that were stopped, go on, or have ended."""
-        for process in self._processes.values():
-            if process.is_alive:
-                for number in process.poll():
-                    self._came.append(Stopped(process.rank, number))
-                if process.code is not None:
-                    process.ended_s = now_s
-                    self._came.append(Exited(process.rank, process.code))
-                    self._watch()
-        ended = [one for one in self._processes.values() if not one.is_alive and not one.is_over]
-        silent = [one for one in ended if not one.may_write or now_s - one.ended_s >= LAST_WORDS_S]
-        if silent:
-            for process in self._processes.values():  # a last word about survival may still be on its way
-                self._read_status(process)
+        num_living = sum(process.is_alive for process in self._open)
+        for process in self._open:
+            process.look(now_s)
+        if sum(process.is_alive for process in self._open) < num_living:
+            self._watch()
+        silent = [process for process in self._open if process.is_silent(now_s)]
+        for process in self._open if silent else ():  # a last word about survival may still be on its way
+            process.read_status()
         for process in silent:
-            self._tell_end(process)
+            process.tell_end(self._timeline)
 
     def _start(self, job: WorkerJob) -> None:
-        if self._guard is None:
-            self._guard = Guard()
-            self._guard.__enter__()
+        self._guard = self._guard or Guard()
         self._timeline = job.timeline
         if not Path(job.cwd).is_dir():
             raise UsageError(
@@ -186,139 +169,49 @@ class LocalChannel(AgentChannel):
         if job.timeline is not None:
             make_room(job.timeline, [post.rank for post in job.posts])
         for post in job.posts:
-            process = self._processes[post.rank] = WorkerProcess(job, post)
+            process = self._processes[post.rank] = WorkerProcess(job, post, self._came.append)
             self._watch()
             self._came.append(Started(post.rank, process.pid))
-
-    def _tell_end(self, process: WorkerProcess) -> None:
-        assert process.code is not None
-        for stream, pipe in process.outputs.items():
-            self._came += [Wrote(process.rank, stream, data) for data in pipe.drain()]
-        if self._timeline is not None:
-            pieces = read_part(self._timeline, process.rank)
-            self._came += [TimelinePart(process.rank, data) for data in pieces]
-        self._came.append(WorkerEnded(process.rank, process.code))
-        process.is_over = True
-        process.close()
-
-    def _pass_on(self, rank: int, stream: Stream, pipe: ReadEnd) -> None:
-        data = pipe.read()
-        if data:
-            self._came.append(Wrote(rank, stream, data))
-
-    def _read_link(self, process: WorkerProcess) -> None:
-        assert process.link is not None, "no elastic run"
-        data = process.link.read()
-        if data:
-            self._came.append(LinkSaid(process.rank, data))
-
-    def _read_status(self, process: WorkerProcess) -> None:
-        self._came += [WorkerTold(process.rank, status) for status in process.read_status()]
 
     def _watch(self) -> None:
         assert self._guard is not None
         self._guard.watch(process.pid for process in self._processes.values() if process.is_alive)
 
 
-class ReadEnd:
-    """The reading end of a pipe to which a worker writes; nothing here waits."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self.descriptor = descriptor
-        self.is_open = True
-
-    def read(self) -> bytes:
-        """Return what is there; it closes when nothing more can come."""
-        if not self.is_open:
-            return b""
-        try:
-            data = os.read(self.descriptor, READ_BYTES)
-        except BlockingIOError:
-            return b""
-        except ConnectionError:  # of a socket whose other end was killed
-            data = b""
-        if not data:
-            self.close()
-        return data
-
-    def drain(self) -> Iterator[bytes]:
-        """Yield what is left, and close."""
-        left_bytes = _MAX_LAST_BYTES
-        while left_bytes > 0 and (data := self.read()):
-            yield data
-            left_bytes -= len(data)
-        self.close()
-
-    def close(self) -> None:
-        """Close this end; idempotent."""
-        if self.is_open:
-            self.is_open = False
-            os.close(self.descriptor)
-
-
-class LinkEnd(ReadEnd):
-    """The launcher's end of a worker's way to the coordinator of an elastic run; nothing here waits."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self._queue = bytearray()
-
-    def send(self, data: bytes) -> None:
-        """Queue bytes, and write what goes at once."""
-        self._queue += data
-        self._write()
-
-    def interests(self, read: Callable[[], None]) -> list[Interest]:
-        """Say what a poll should wait for."""
-        wanted: list[Interest] = [(self.descriptor, select.POLLIN, read)]
-        return [*wanted, (self.descriptor, select.POLLOUT, self._write)] if self._queue else wanted
-
-    def _write(self) -> None:
-        try:
-            while self._queue and self.is_open:
-                del self._queue[: os.write(self.descriptor, self._queue)]
-        except BlockingIOError:
-            return
-        except OSError:  # it has ended
-            self._queue.clear()
-
-
 class WorkerProcess:
-    """A worker of this machine, the leader of a process group of its own."""
+    """A worker of this machine, the leader of a process group of its own; `tell` takes what becomes of it."""
 
-    def __init__(self, job: WorkerJob, post: Post) -> None:
+    def __init__(self, job: WorkerJob, post: Post, tell: Callable[[Up], None]) -> None:
         self.rank = post.rank
         self.code: int | None = None
         """Its exit code, or minus a signal's number, once it has ended."""
-        self.stop_signal: int | None = None
-        """What stopped it, as long as it is stopped."""
-        self.ended_s = 0.0
-        """When its end was noticed."""
         self.is_over = False
         """Whether all has been told of it."""
+        self.link: ByteStream | None = None
+        """Its way to the coordinator of an elastic run."""
+        self._tell = tell
+        self._stop_signal: int | None = None
+        self._ended_s = 0.0
         self._status_rest = b""
         self._opened = contextlib.ExitStack()
-        with contextlib.ExitStack() as writing_ends:
+        with contextlib.ExitStack() as theirs:
 
-            def make_pipe() -> tuple[ReadEnd, int]:
+            def make_pipe() -> tuple[ByteStream, int]:
                 reader, writer = os.pipe()
-                writing_ends.callback(os.close, writer)
-                self._opened.callback((end := ReadEnd(reader)).close)
-                return end, writer
+                theirs.callback(os.close, writer)
+                self._opened.callback(os.close, reader)
+                return ByteStream(reader), writer
 
-            self.link: LinkEnd | None = None
-            link_fd: int | None = None
             try:
+                link_fd: int | None = None
                 if job.is_elastic:
                     here, there = socket.socketpair()
-                    writing_ends.callback(there.close)
-                    self.link = LinkEnd(here.detach())
-                    self._opened.callback(self.link.close)
-                    link_fd = there.fileno()
-                self.status, told_fd = make_pipe()
+                    theirs.callback(there.close)
+                    self._opened.callback(here.close)
+                    self.link, link_fd = ByteStream(here.fileno()), there.fileno()
+                self._status, told_fd = make_pipe()
                 (out, stdout), (err, stderr) = make_pipe(), make_pipe()
-                self.outputs: dict[Stream, ReadEnd] = {"stdout": out, "stderr": err}
+                self._outputs: dict[Stream, ByteStream] = {"stdout": out, "stderr": err}
                 self._process = subprocess.Popen(
                     job.command,
                     stdin=None if job.has_stdin and post is job.posts[0] else subprocess.DEVNULL,
@@ -333,59 +226,75 @@ class WorkerProcess:
                 self._opened.close()
                 raise _cannot_start(self.rank, job.command[0], error) from None
         self.pid = self._process.pid
-        self.exit_descriptor = _open_pidfd(self.pid)
-        if self.exit_descriptor >= 0:
-            self._opened.callback(os.close, self.exit_descriptor)
+        self._exit_fd = -1
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # old kernels, and sandboxes that do not know it
+                self._exit_fd = os.pidfd_open(self.pid)
+                self._opened.callback(os.close, self._exit_fd)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
         return self.code is None
 
-    @property
-    def may_write(self) -> bool:
-        """Whether more of what it wrote may come."""
-        return any(pipe.is_open for pipe in self.outputs.values())
+    def interests(self, *, is_held: bool) -> list[Interest]:
+        """Say what a poll should wait for; what it writes is left in its pipes while it is held."""
+        wanted = self._status.events(self.read_status)
+        if self.link is not None:
+            wanted += self.link.events(self._read_link)
+        if self.is_alive and self._exit_fd >= 0:
+            wanted.append((self._exit_fd, select.POLLIN, None))
+        for stream, pipe in self._outputs.items() if not is_held else ():
+            wanted += pipe.events(partial(self._pass_on, stream))
+        return wanted
 
-    def poll(self) -> list[int | None]:
-        """Return by which signals it was stopped, with None where it went on; `code` has its end.
-
-        Its children end with it.
-        """
-        changes: list[int | None] = []
+    def look(self, now_s: float) -> None:
+        """Tell whether it was stopped, went on, or has ended, by which its children end."""
         while self.is_alive:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
-                break
-            if os.WIFSTOPPED(status):
-                self.stop_signal = os.WSTOPSIG(status)
-                changes.append(self.stop_signal)
-            elif os.WIFCONTINUED(status):
-                self.stop_signal = None
-                changes.append(None)
+                return
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                self._stop_signal = os.WSTOPSIG(status) if os.WIFSTOPPED(status) else None
+                self._tell(Stopped(self.rank, self._stop_signal))
             else:
                 self.code = self._process.returncode = os.waitstatus_to_exitcode(status)
-                self.stop_signal = None
+                self._ended_s, self._stop_signal = now_s, None
                 self.signal_group(signal.SIGKILL)
-        return changes
+                self._tell(Exited(self.rank, self.code))
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether it has ended, and no more of what it wrote is waited for."""
+        may_write = any(pipe.is_open for pipe in self._outputs.values())
+        return not self.is_alive and (not may_write or now_s - self._ended_s >= LAST_WORDS_S)
 
     def signal_group(self, number: int) -> None:
         """Send to it and all its children, which go on for that if they are stopped."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
-            os.killpg(self.pid, number)
-        if self.stop_signal is not None and number != signal.SIGKILL:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGCONT)
+        is_stopped = self._stop_signal is not None and number != signal.SIGKILL
+        for each in (number, signal.SIGCONT) if is_stopped else (number,):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
+                os.killpg(self.pid, each)
 
-    def read_status(self) -> list[Status]:
-        """Return what it has told since; what is not understood is passed over."""
-        *lines, rest = (self._status_rest + self.status.read()).split(b"\n")
+    def read_status(self) -> None:
+        """Tell what it has told since; what is not understood is passed over."""
+        *lines, rest = (self._status_rest + self._status.read()).split(b"\n")
         self._status_rest = rest[-_MAX_STATUS_BYTES:]
-        told: list[Status] = []
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):
-                told.append(msgspec.json.decode(line, type=Status))
-        return told
+                self._tell(WorkerTold(self.rank, msgspec.json.decode(line, type=Status)))
+
+    def tell_end(self, timeline: str | None) -> None:
+        """Tell what is left to tell of it, and close."""
+        assert self.code is not None
+        for stream, pipe in self._outputs.items():
+            left_bytes = _MAX_LAST_BYTES
+            while left_bytes > 0 and (data := pipe.read()):
+                self._tell(Wrote(self.rank, stream, data))
+                left_bytes -= len(data)
+        for data in read_part(timeline, self.rank) if timeline is not None else ():
+            self._tell(TimelinePart(self.rank, data))
+        self._tell(WorkerEnded(self.rank, self.code))
+        self.close()
 
     def wait(self, limit_s: float) -> None:
         """Wait until it, which was killed, has ended."""
@@ -394,9 +303,18 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Give all descriptors back; it must have ended, or been given up. Idempotent."""
+        self.is_over = True
         self._opened.close()
         if self.is_alive:
             self._process.returncode = -signal.SIGKILL  # it cannot be waited for: no warning about that
+
+    def _pass_on(self, stream: Stream) -> None:
+        if data := self._outputs[stream].read():
+            self._tell(Wrote(self.rank, stream, data))
+
+    def _read_link(self) -> None:
+        if self.link is not None and (data := self.link.read()):
+            self._tell(LinkData(self.rank, data))
 
 
 class Guard:
@@ -407,7 +325,7 @@ class Guard:
     a pipe: it is told the process groups there are, and kills those that are left when the pipe ends.
     """
 
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         # a session of its own: Ctrl-C, a closed terminal or a kill of the launcher's group do not reach it
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT],
@@ -419,7 +337,6 @@ class Guard:
             cwd="/",
             env={},
         )
-        return self
 
     def watch(self, groups: Iterable[int]) -> None:
         """Have exactly these groups killed if this process dies now."""
@@ -427,7 +344,8 @@ class Guard:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
             self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the shell, which kills the groups that it was told of last."""
         assert self._shell.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._shell.stdin.close()
@@ -452,14 +370,6 @@ def has_piped_stdin() -> bool:
         return sys.__stdin__ is not None and not os.isatty(0)
     except OSError:
         return False
-
-
-def _open_pidfd(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends; -1 where there is no such thing."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # old kernels, and sandboxes that do not know it
-            return os.pidfd_open(pid)
-    return -1
 
 
 def _cannot_start(rank: int, program: str, error: OSError) -> ShoalError:

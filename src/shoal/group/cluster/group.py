@@ -416,7 +416,7 @@ class ClusterGroup(Group):
             self._breakage = self._breakage or error
             blamed = self._blame(error)
             self.membership.tell_failure(seq, blamed)
-            self.mesh.fail(blamed)
+            self.mesh.fail(blamed, error)
             raise
         finally:
             self.mesh.forget(seq)

@@ -441,7 +441,7 @@ class HeartbeatMonitor:
             else:  # this worker has said itself that it goes
                 self.lose(Loss(rank, reason))
         elif ending.culprit is None:
-            self.lose(Loss(rank, "it failed"))
+            self.lose(Loss(rank, ending.reason or "it failed"))
         else:
             culprit = self._others.get(ending.culprit)
             because = (culprit and culprit.loss) or Loss(ending.culprit, ending.reason)

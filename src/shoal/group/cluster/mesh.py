@@ -82,6 +82,16 @@ async def poll_until(is_done: Callable[[], bool]) -> None:
         nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
 
 
+async def _wait_readable(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    is_ready = asyncio.Event()
+    loop.add_reader(listener, is_ready.set)
+    try:
+        await is_ready.wait()
+    finally:
+        loop.remove_reader(listener)
+
+
 class Mesh:
     """One worker's streams to those of other machines; it can be used after `listen` and `connect`.
 
@@ -172,12 +182,17 @@ class Mesh:
         return Peer(address, self._membership.peer_id)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Hands connections for tensors to threads of their own."""
-        loop = asyncio.get_running_loop()
+        """Hands connections for tensors to threads of their own.
+
+        Not by `sock_accept`: what that has accepted when this task is cancelled, nobody would close.
+        """
         try:
             while True:
+                await _wait_readable(listener)
                 try:
-                    connected, _ = await loop.sock_accept(listener)
+                    connected, _ = listener.accept()
+                except BlockingIOError:  # whoever it was has gone
+                    continue
                 except OSError as error:
                     log.warning("cannot accept connections for tensors right now: %s", error)
                     await asyncio.sleep(_BUSY_S)
@@ -227,15 +242,18 @@ class Mesh:
 
         self._start("leaving", leave)
 
-    def fail(self, culprit: int | None = None) -> None:
+    def fail(self, culprit: int | None = None, error: BaseException | None = None) -> None:
         """Tells all that this worker takes part in nothing more, without having left; it can still ask.
 
-        The others blame the lost `culprit`, if that is why, and not this worker.
+        The others blame the lost `culprit`, if that is why, and not this worker. What was wrong with the
+        call, where the error says that, may be theirs to mend: they are told it.
         """
 
         async def fail() -> None:
             loss = None if culprit is None else self.monitor.lost.get(culprit)
             reason = "it failed" if loss is None else loss.reason
+            if isinstance(error, UsageError):
+                reason = f"it failed: {error.what.rstrip('.')}"
             self.monitor.tell(Departure("failed", reason=reason, culprit=culprit))
 
         self._start("failing", fail)
