@@ -5,7 +5,6 @@ A transport moves a MessagePack payload and raw buffers; what the buffers mean i
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 
 from shoal.core import Address, Deadline, Peer, PeerError, PeerRefused, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.transport.frames import encode
 from shoal.transport.memory import byte_view
 
@@ -182,12 +182,9 @@ class Routes:
         """The handler of a method; PeerRefused, for the caller to read, when there is none."""
         route = self._routes.get(method)
         if route is None:
-            near = difflib.get_close_matches(method[:100], self._routes, n=1)
             raise PeerRefused(
-                f"this peer has no method {method[:100]!r}.",
-                next_step=f"did you mean {near[0]!r}?"
-                if near
-                else "check that both sides run the same version.",
+                f"this peer has no method {method[:100]!r}.{did_you_mean(method, self._routes)}",
+                next_step="check that both sides run the same version.",
             )
         return route
 
