@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.core import UsageError
 from shoal.core.errors import did_you_mean
-from shoal.core.loading import load_module
+from shoal.core.run_options import load_module
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.expert import Expert
 from shoal.experts.schema import Example, as_example

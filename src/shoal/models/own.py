@@ -27,7 +27,7 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.core.errors import did_you_mean
-from shoal.core.loading import load_module
+from shoal.core.run_options import load_module
 from shoal.models.registry import ModelEntry
 
 _SAY_INPUTS = (

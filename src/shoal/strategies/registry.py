@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from shoal.core.errors import UsageError, did_you_mean
-from shoal.core.loading import load_module
-from shoal.core.run_options import RunOptions
+from shoal.core.run_options import RunOptions, load_module
 from shoal.strategies import options as of
 
 if TYPE_CHECKING:
