@@ -117,7 +117,7 @@ def test_experts_of_several_inputs_and_shapes(kind):
 
 @pytest.mark.slow
 def test_an_unknown_class_is_told():
-    with pytest.raises(BenchmarkError, match="did you mean 'ffn'"):
+    with pytest.raises(BenchmarkError, match="Did you mean 'ffn'"):
         measure(expert_class="fffn")
 
 

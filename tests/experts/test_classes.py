@@ -49,7 +49,7 @@ def test_hyphens_and_underscores_are_the_same(name):
 
 
 def test_a_name_that_is_not_known():
-    with pytest.raises(UsageError, match="did you mean 'transformer'") as caught:
+    with pytest.raises(UsageError, match="Did you mean 'transformer'") as caught:
         expert_class("tranformer")
     assert "package.module:factory" in str(caught.value)
 
@@ -138,7 +138,7 @@ def own_file(tmp_path, monkeypatch):
     path.write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     yield path
-    for name in (path.stem, f"shoal_expert_file_{path.stem}"):
+    for name in (path.stem, f"shoal_file_{path.stem}"):
         sys.modules.pop(name, None)
 
 
@@ -167,13 +167,13 @@ def test_a_class_of_modules_from_a_package():
 
 def test_ones_own_that_is_not_there(own_file, tmp_path):
     stem = own_file.stem
-    with pytest.raises(UsageError, match="did you mean 'plain'"):
+    with pytest.raises(UsageError, match="Did you mean 'plain'"):
         expert_class(f"{stem}:plan")
     with pytest.raises(UsageError, match="could be called"):
         expert_class(f"{stem}:number")
-    with pytest.raises(UsageError, match="cannot be imported"):
+    with pytest.raises(UsageError, match="no module"):
         expert_class("no_such_package_of_a_test:factory")
-    with pytest.raises(UsageError, match="cannot be imported"):
+    with pytest.raises(UsageError, match="names no expert class"):
         expert_class(":factory")
     with pytest.raises(UsageError, match="no file"):
         expert_class(f"{tmp_path / 'missing.py'}:factory")

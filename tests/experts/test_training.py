@@ -76,8 +76,8 @@ def test_no_schedule():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"optimizer": "adamm"}, "did you mean 'adam'"),
-        ({"scheduler": "liner"}, "did you mean 'linear'"),
+        ({"optimizer": "adamm"}, "Did you mean 'adam'"),
+        ({"scheduler": "liner"}, "Did you mean 'linear'"),
         ({"lr": -1.0}, "lr"),
         ({"lr": float("nan")}, "lr"),
         ({"weight_decay": float("inf")}, "weight_decay"),

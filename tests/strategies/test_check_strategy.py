@@ -187,6 +187,9 @@ class DoesNotLook(Average):
 
     survives_loss = False
 
+    def before_step(self, session):
+        pass
+
     def after_step(self, session):
         others = session.others
         for flat in session.parameters.flats:

@@ -89,7 +89,7 @@ def test_nested_is_refused():
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
-        (TensorSpec("floot32", (2,)), "did you mean 'float32'"),
+        (TensorSpec("floot32", (2,)), "Did you mean 'float32'"),
         (TensorSpec("qint8", (2,)), "use one of bool"),
         (TensorSpec("x" * 10**6, (2,)), "unknown dtype"),
         (TensorSpec(7, (2,)), "a name"),

@@ -69,7 +69,7 @@ def test_an_unknown_method_is_refused_with_a_guess():
     with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*same version"):
         find(routes, "ecko")
     routes.add("echo", answer, None, Any)
-    with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*did you mean 'echo'"):
+    with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*Did you mean 'echo'"):
         find(routes, "ecko")
     with pytest.raises(PeerRefused) as caught:
         find(routes, "x" * 1_000_000)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +14,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.core import UsageError
+from shoal.core.errors import did_you_mean
+from shoal.core.run_options import load_module
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.expert import Expert
 from shoal.experts.schema import Example, as_example
@@ -229,10 +225,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings)
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
-        near = difflib.get_close_matches(name[:32], known, n=1)
         raise UsageError(
-            f"The {what} {name!r} is not known.",
-            cause=f"did you mean {near[0]!r}?" if near else "",
+            f"The {what} {name!r} is not known.{did_you_mean(name, known)}",
             next_step=f"use one of {', '.join(known)}.",
         )
 
@@ -287,10 +281,8 @@ def expert_class(name: str) -> ExpertClass:
     known = {_plain(key): class_ for key, class_ in EXPERT_CLASSES.items()}
     found = known.get(_plain(name))
     if found is None:
-        near = difflib.get_close_matches(_plain(name[:64]), known, n=1)
         raise UsageError(
-            f"The expert class {name!r} is not known.",
-            cause=f"did you mean {known[near[0]].name!r}?" if near else "",
+            f"The expert class {name!r} is not known.{did_you_mean(name, EXPERT_CLASSES)}",
             next_step=f"use one of {', '.join(EXPERT_CLASSES)}, or package.module:factory for your own.",
         )
     return found
@@ -334,16 +326,16 @@ EXPERT_CLASSES: dict[str, ExpertClass] = {
 
 def _own_class(name: str) -> ExpertClass:
     where, _, attribute = name.rpartition(":")
-    module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
+    if not where:
+        raise UsageError(f"{name!r} names no expert class.", next_step="write it as package.module:factory.")
+    module = load_module(where, "the expert class")
     factory = getattr(module, attribute, None)
     if isinstance(factory, ExpertClass):
         return factory
     if not callable(factory):
         public = [key for key in vars(module) if not key.startswith("_")]
-        near = difflib.get_close_matches(attribute[:64], public, n=1)
         raise UsageError(
-            f"{where} has no {attribute!r} that could be called.",
-            cause=f"did you mean {near[0]!r}?" if near else "",
+            f"{where} has no {attribute!r} that could be called.{did_you_mean(attribute, public)}",
             next_step="name a function that gives a module for a hidden dimension, or a class of modules.",
         )
     made: Callable[[int], Any] = factory
@@ -362,27 +354,3 @@ def _own_class(name: str) -> ExpertClass:
         return as_example(source.example_inputs(hidden_dim, batch_size), f"example_inputs of {name} gave")
 
     return ExpertClass(name, make, example)
-
-
-def _import(where: str) -> ModuleType:
-    try:
-        return importlib.import_module(where)
-    except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"The module {where!r} of the expert class cannot be imported: {error}.",
-            cause="it is not installed here, or misspelt.",
-            next_step="install it, add its folder to PYTHONPATH, or name its file: path/to/file.py:factory.",
-        ) from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"There is no file {path} for the expert class.")
-    name = f"shoal_expert_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and annotations look their module up here
-    spec.loader.exec_module(module)
-    return module

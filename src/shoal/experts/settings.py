@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from shoal.core import UsageError
+from shoal.core.errors import did_you_mean
 from shoal.transport.limits import GIB, MIB
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -125,9 +125,8 @@ class MixtureSettings:
         names = [each.name for each in dataclasses.fields(self)]
         for name in options:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
                 raise UsageError(
-                    f"A mixture has no setting {name!r}.",
-                    next_step=f"use {close[0]}." if close else f"there are {', '.join(names)}.",
+                    f"A mixture has no setting {name!r}.{did_you_mean(name, names)}",
+                    next_step=f"there are {', '.join(names)}.",
                 )
         return dataclasses.replace(self, **options)

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import inspect
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -30,6 +27,7 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.core.errors import did_you_mean
+from shoal.core.run_options import load_module
 from shoal.models.registry import ModelEntry
 
 _SAY_INPUTS = (
@@ -92,7 +90,7 @@ def _load(name: str) -> Callable[[], Any]:
         raise UsageError(
             f"{name!r} names no model.", next_step="write it as package.module:factory or file.py:factory."
         )
-    module = _file_module(where) if where.endswith(".py") else _module(where)
+    module = load_module(where, "a model")
     if not hasattr(module, attribute):
         public = [each for each in vars(module) if not each.startswith("_") and callable(vars(module)[each])]
         raise UsageError(
@@ -119,41 +117,6 @@ def _without_arguments(name: str, factory: Callable[..., Any]) -> Callable[[], A
     except ValueError:
         pass  # something built in that tells no signature
     return factory
-
-
-def _module(where: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        # the `shoal` program lacks the current folder, which `python -m` has; at the end it hides nothing
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(
-            f"There is no module {error.name!r}, from which a model should come.",
-            cause=f"it is misspelt, or neither installed nor on PYTHONPATH nor in {Path.cwd()}.",
-            next_step="start in the folder that holds it, install it, or name its file: file.py:factory.",
-        ) from None
-
-
-def _file_module(where: str) -> ModuleType:
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise UsageError(
-            f"There is no file {where!r}, from which a model should come.",
-            next_step=f"give its path from {Path.cwd()}, on every machine that trains.",
-        )
-    module_name = f"shoal_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None, "a file that ends in .py has a spec"
-    assert spec.loader is not None, "and a loader"
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # for what the file imports from beside it
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _call(name: str, factory: Callable[[], Any]) -> tuple[nn.Module, Any]:

@@ -49,11 +49,6 @@ class GradientStrategy(Strategy):
         """Unless it shares parameters."""
         return self.options.local_steps == 1
 
-    @property
-    def has_last_round(self) -> bool:
-        """Whether it shares parameters, which is after every so many steps."""
-        return not self.shares_gradients
-
     def after_step(self, session: TrainingSession) -> None:
         """Averages parameters, where those are shared."""
         if not self.shares_gradients and session.is_round:
@@ -169,8 +164,6 @@ class GradientAllReduce(GradientStrategy):
         """Moves gradients back into private memory."""
         if self._round is not None:
             self._round.release()
-        self._round = None
-        self._copies = ()
 
 
 class GradientRound:
@@ -198,26 +191,28 @@ class GradientRound:
         self._squares = [
             GroupBucket(layout, session.empty) for layout in layouts if self._monitors is not None
         ]
-        self._places = {
-            bucket: [
-                _Place(each, bucket, number) for number, each in enumerate(layout.pick(session.trainable))
-            ]
+        self._members = {
+            bucket: layout.pick(session.trainable)
             for bucket, layout in zip(self._buckets, layouts, strict=True)
         }
-        self._place_of: dict[torch.Tensor, _Place] = {
-            place.parameter: place for places in self._places.values() for place in places
+        """The parameters of each bucket, in the order of its views."""
+        self._places: dict[torch.Tensor, tuple[GroupBucket, int]] = {
+            parameter: (bucket, number)
+            for bucket, members in self._members.items()
+            for number, parameter in enumerate(members)
         }
+        self._ready: dict[torch.Tensor, None] = {}
+        """The parameters whose gradients have come in this round."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Takes a gradient that backward has just computed, and reduces the buckets that are full."""
         if not self.is_open and not self.begin():
             return
-        place = self._place_of[parameter]
-        if place.last_round == self._number:
+        if parameter in self._ready:
             self._begin_again()
-        place.last_round = self._number
-        place.take(parameter.grad)
-        bucket = place.bucket
+        self._ready[parameter] = None
+        bucket, number = self._places[parameter]
+        bucket.take(number, parameter)
         bucket.num_missing -= 1
         try:
             if not bucket.num_missing:
@@ -237,6 +232,7 @@ class GradientRound:
         self.error = None
         self._number += 1
         self._num_started = 0
+        self._ready.clear()
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.views)
         at_end_of_backward(partial(self._attempt_end, self._number))
@@ -247,15 +243,15 @@ class GradientRound:
     def has_foreign(self) -> bool:
         """Tells whether there are gradients that no round has left there."""
         return any(
-            place.parameter.grad is not None and place.parameter.grad is not place.view
-            for place in self._place_of.values()
+            parameter.grad is not None and parameter.grad is not bucket.views[number]
+            for parameter, (bucket, number) in self._places.items()
         )
 
     def release(self) -> None:
         """Moves gradients back into private memory."""
-        for place in self._place_of.values():
-            if place.parameter.grad is place.view:
-                place.parameter.grad = place.view.clone()
+        for parameter, (bucket, number) in self._places.items():
+            if parameter.grad is bucket.views[number]:
+                parameter.grad = bucket.views[number].clone()
 
     def _begin_again(self) -> None:
         """At a gradient that is ready for the second time; UsageError when that cannot be mended."""
@@ -313,64 +309,45 @@ class GradientRound:
         self.has_unshared = False
         self.has_shared = True
         # all flags of a bucket at once: to look at one is to wait for a GPU
-        flags = {bucket: bucket.flags.tolist() for bucket in dict.fromkeys(place.bucket for place in unused)}
-        for place in unused:
-            if flags[place.bucket][place.number] != 0:
-                place.parameter.grad = place.view
+        flags = {
+            bucket: bucket.flags.tolist()
+            for bucket in dict.fromkeys(self._places[each][0] for each in unused)
+        }
+        for parameter in unused:
+            bucket, place = self._places[parameter]
+            if flags[bucket][place] != 0:
+                parameter.grad = bucket.views[place]
         if self._monitors is not None:
             pairs = zip(self._buckets, self._squares, strict=True)
             self._monitors.observe_buckets(
                 [(mean.views, square.views) for mean, square in pairs], num_members
             )
 
-    def _start_rest(self) -> list[_Place]:
+    def _start_rest(self) -> list[nn.Parameter]:
         """Reduces what was not started, unused parameters included; gives those without any gradient."""
         if self._is_on_device:
             self._session.finite.sharing()
         without = []
         rest = self._buckets[self._num_started :]
         for bucket in rest:
-            places = self._places[bucket]
-            if self._is_on_device and bucket.fill([place.parameter.grad for place in places]):
-                for place in places:
-                    place.parameter.grad = place.view
+            members = self._members[bucket]
+            if self._is_on_device and bucket.fill([parameter.grad for parameter in members]):
+                for view, parameter in zip(bucket.views, members, strict=True):
+                    parameter.grad = view
                 continue
             bucket.flags.fill_(1)
-            for place in places:
-                if place.last_round == self._number:
+            for number, parameter in enumerate(members):
+                if parameter in self._ready:
                     continue
-                if place.parameter.grad is None:
-                    place.view.zero_()
-                    bucket.flags[place.number] = 0
-                    without.append(place)
+                if parameter.grad is None:
+                    bucket.views[number].zero_()
+                    bucket.flags[number] = 0
+                    without.append(parameter)
                 else:
-                    place.take(place.parameter.grad)
+                    bucket.take(number, parameter)
         for bucket in rest:
             self._start(bucket)
         return without
-
-
-class _Place:
-    """One parameter's place in a bucket; `last_round` is the last one that it was ready for."""
-
-    __slots__ = ("bucket", "last_round", "number", "parameter", "view")
-
-    def __init__(self, parameter: nn.Parameter, bucket: GroupBucket, number: int) -> None:
-        self.parameter = parameter
-        self.bucket = bucket
-        self.number = number
-        self.view = bucket.views[number]
-        self.last_round = -1
-
-    def take(self, gradient: torch.Tensor | None) -> None:
-        """Copies a gradient in, unless it is there already."""
-        view = self.view
-        if gradient is view or gradient is None:
-            return
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        copy_into(view, gradient.detach() if gradient.requires_grad else gradient)
-        self.parameter.grad = view
 
 
 class GroupBucket:
@@ -392,6 +369,16 @@ class GroupBucket:
         bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views
         self._ones = torch.ones_like(self.flags)
+
+    def take(self, number: int, parameter: torch.Tensor) -> None:
+        """Copies a parameter's gradient in, unless it is there already; `.grad` becomes the view."""
+        view, gradient = self.views[number], parameter.grad
+        if gradient is view or gradient is None:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        copy_into(view, gradient.detach() if gradient.requires_grad else gradient)
+        parameter.grad = view
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Copies all gradients by one operation of a device, and sets all flags; False if one is missing."""

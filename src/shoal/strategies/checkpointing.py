@@ -120,7 +120,7 @@ class RunCheckpoints:
             _load(session, checkpoint, state)
             step, num_workers, saved_by = checkpoint.manifest.step, group.size, strategy.name
         else:
-            _on_first(group, 0, lambda: _load(session, Checkpoint.open(path), {}))
+            on_first(group, 0, lambda: _load(session, Checkpoint.open(path), {}))
             state = take_state(group, lambda: _common_state(path))
             step, num_workers, saved_by = state["about"]
         kept_loaders(session.group).load(state["loaders"], [loader.course for loader in loaders])
@@ -170,7 +170,7 @@ class RunCheckpoints:
         )
         group, step = still_there(session.group), session.steps
         first, fail = group.members[0], functools.partial(_failed, folder)
-        name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
+        name = on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
         staging = folder / name
 
         def seal() -> str:
@@ -179,7 +179,7 @@ class RunCheckpoints:
         try:
             said = _agree(group, lambda: _write_part(group, staging, contents, step), fail)
             parts = msgspec.convert(said, dict[int, _Part])
-            return folder / str(_on_first(group, first, seal, fail))
+            return folder / str(on_first(group, first, seal, fail))
         except BaseException:
             if group.rank == first:
                 CheckpointWriter(staging).discard()
@@ -363,7 +363,7 @@ def _agree(group: Group, act: Callable[[], Any], fail: Fail = CheckpointError) -
     return {rank: theirs for rank, (theirs, _) in said.items()}
 
 
-def _on_first(group: Group, first: int, act: Callable[[], Any], fail: Fail = CheckpointError) -> Any:
+def on_first(group: Group, first: int, act: Callable[[], Any], fail: Fail = CheckpointError) -> Any:
     """Acts on the first member alone, and returns on all what that gives; where it fails, all raise."""
     said = _agree(group, lambda: act() if group.rank == first else None, fail)
     if first not in said:
@@ -392,7 +392,7 @@ def _choose(group: Group, folder: Path, strategy: str) -> tuple[Path, bool] | No
         clear_leftovers(folder)
     names = (found.path.name for found in newest_first(folder))
     newest = None
-    while name := _on_first(group, 0, lambda: next(names, "")):
+    while name := on_first(group, 0, lambda: next(names, "")):
         path = folder / name
         newest = newest or path
         try:

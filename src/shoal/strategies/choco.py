@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -146,10 +146,6 @@ class ChocoSGD(Strategy):
     def _public_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {str(rank): flat.state_dict() for rank, flat in self._public.items()}
 
-    def before_step(self, session: TrainingSession) -> None:
-        """Looks for lost peers."""
-        session.check_lost_peers()
-
     def after_step(self, session: TrainingSession) -> None:
         """Gossips with the neighbours."""
         if not session.is_round:
@@ -166,13 +162,13 @@ class ChocoSGD(Strategy):
             send.wait()
         session.check_lost_peers()
         self._format.add(message, own.flats)
-        for source, received in came.items():
+        for source, (message, whole) in came.items():
             public = self._public[source].flats
-            if received.whole is not None:
-                wholes = torch.split(received.whole, [each.nbytes for each in public])
-                for whole, copy in zip(wholes, public, strict=True):
-                    copy.copy_(whole.clone().view(copy.dtype))
-            self._format.add(received.message, public)
+            if whole is not None:
+                wholes = torch.split(whole, [each.nbytes for each in public])
+                for part, copy in zip(wholes, public, strict=True):
+                    copy.copy_(part.clone().view(copy.dtype))
+            self._format.add(message, public)
         weights = self.topology.weights(self.group.rank).sources
         factors = {source: self.gamma * weights[source] for source in came}
         for index, values in enumerate(flat.flats):
@@ -194,15 +190,7 @@ class ChocoSGD(Strategy):
         """Remembers the public copies."""
         if self._public:
             self._ended = {"public": self._public_state()}
-        self._public, self._format, self._mail = {}, None, None
-
-
-class Received(NamedTuple):
-    """What has come from a neighbour."""
-
-    message: torch.Tensor
-    whole: torch.Tensor | None
-    """All that the messages before it say, where some of them were missed."""
+        self._public = {}
 
 
 class Mail:
@@ -252,8 +240,8 @@ class Mail:
             handles.append(window.send(to, message, note=self._note(to, 0)))
         return handles
 
-    def receive(self) -> Mapping[int, Received]:
-        """Gives the next message of each source, by its rank.
+    def receive(self) -> Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Gives the next message of each source, by its rank, and all that those before it say, if missed.
 
         There is none of those that are gone, that cannot be heard, or whose whole has yet to come.
         """
@@ -261,7 +249,7 @@ class Mail:
         came = {source: self._next_of(source, window) for source, window in windows}
         return {source: received for source, received in came.items() if received is not None}
 
-    def _next_of(self, source: int, window: Window) -> Received | None:
+    def _next_of(self, source: int, window: Window) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         pieces: list[torch.Tensor] = []
         while source in window.wait():
             with window.slot(source) as slot:
@@ -279,11 +267,11 @@ class Mail:
             if is_asking and source not in self._answered:
                 self._asking.append(source)
             if source not in self._missing:
-                return Received(tensor, None)
+                return tensor, None
             if len(pieces) * self._size_bytes < self._whole_bytes:
                 return None
             self._missing.remove(source)
-            return Received(tensor, torch.cat(pieces)[: self._whole_bytes])
+            return tensor, torch.cat(pieces)[: self._whole_bytes]
         return None
 
     def _pieces(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:

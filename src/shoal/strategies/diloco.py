@@ -73,7 +73,6 @@ class DiLoCo(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Takes the outer steps that are due, and sends the fragments whose turn it is."""
-        session.check_lost_peers()
         now = self.steps + 1
         period = self.options.local_steps
         for fragment in self.fragments:

@@ -71,6 +71,7 @@ class LoopHooks:
         self._model = session.model
         self._optimizer = session.optimizer
         self._trainable = session.trainable
+        self._hears_gradients = session.strategy.hears("gradient_ready")
         self._hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._rates: list[Any] = []
@@ -122,7 +123,7 @@ class LoopHooks:
         self._hooks.append(
             self._model.register_forward_pre_hook(Hook(self._before_forward), prepend=is_first)
         )
-        if self._session.hears_forward:
+        if self._session.strategy.hears("after_forward"):
             self._hooks.append(self._model.register_forward_hook(Hook(self._after_forward)))
         if self._session.device.type != "cpu" or self._session.is_sharded:
             # FSDP2 sets gradients itself, and calls no other hook of the parameters
@@ -131,7 +132,7 @@ class LoopHooks:
         for parameter in self._trainable:
             self._hooks.append(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
             self.on_accumulated(parameter, self._after_accumulation)
-            if self._session.hears_gradients:
+            if self._hears_gradients:
                 self.on_accumulated(parameter, self._session.gradient_ready)
 
     @property
@@ -194,7 +195,7 @@ class LoopHooks:
         self._is_simple = self._is_simple is not False and not self._is_between and not self.has_closure
         self._has_backward = self._is_seen = self._is_stepping = False
         self._is_between = self._is_tried = False
-        if len(self._watches) > 1 and self._num_alike >= 0 and not self._session.shares_gradients:
+        if len(self._watches) > 1 and self._num_alike >= 0 and not self._session.strategy.shares_gradients:
             self._thin_out()
         self._session.step_ended()
 
@@ -297,7 +298,7 @@ class LoopHooks:
                 self._has_backward = False
             self._first_accumulated = parameter
             self._after_accumulation(parameter)
-        if self._session.hears_gradients:
+        if self._hears_gradients:
             self._session.gradient_ready(parameter)
 
     def _thin_out(self) -> None:

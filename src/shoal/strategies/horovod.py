@@ -29,6 +29,9 @@ class HorovodAllReduce(GradientStrategy):
     name = "horovod"
     Options = HorovodOptions
     options: HorovodOptions
+    _names: dict[torch.Tensor, str]
+    _under_way: dict[torch.Tensor, tuple[Any, Any]]
+    """For each parameter, Horovod's handle and what decompression needs."""
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
@@ -38,9 +41,6 @@ class HorovodAllReduce(GradientStrategy):
                 next_step="monitor under all-reduce, whose gradients are the same.",
             )
         self._horovod: Any = None if self.is_alone else load_horovod()
-        self._names: dict[torch.Tensor, str] = {}
-        self._under_way: dict[torch.Tensor, tuple[Any, Any]] = {}
-        """For each parameter, Horovod's handle and what decompression needs."""
 
     def start(self, session: TrainingSession) -> None:
         """Asks Horovod for the same workers."""
@@ -54,11 +54,7 @@ class HorovodAllReduce(GradientStrategy):
                 next_step="start with `horovodrun -np N` or `mpirun -np N` instead of `shoal run`.",
             )
         self._names = {parameter: name for name, parameter in session.named_parameters.items()}
-
-    def stop(self, session: TrainingSession) -> None:
-        """Forgets what was under way."""
-        self._names.clear()
-        self._under_way.clear()
+        self._under_way = {}
 
     def gradient_ready(self, session: TrainingSession, parameter: torch.Tensor) -> None:
         """Gives a gradient to Horovod."""

@@ -37,11 +37,11 @@ class LocalSGD(Strategy):
     common_state = ("fragment",)
     fragment: OuterStep
     """The last mean, where what was learned since travels encoded."""
+    _stepped: SteppedParameters
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         self.codec = make_codec(self.options.codec, self.group.rank)
-        self._stepped = SteppedParameters()
 
     def start(self, session: TrainingSession) -> None:
         """Makes room for the mean."""
@@ -52,25 +52,12 @@ class LocalSGD(Strategy):
         else:
             self.fragment = OuterStep(0, session.named_parameters, private_memory(), has_momentum=False)
 
-    def stop(self, session: TrainingSession) -> None:
-        """Lets go of the last mean."""
-        vars(self).pop("fragment", None)
-
-    def before_step(self, session: TrainingSession) -> None:
-        """Looks for lost peers."""
-        session.check_lost_peers()
-
     def after_step(self, session: TrainingSession) -> None:
         """Averages after every so many steps."""
         if not session.is_skipped:
             self._stepped.add_step(session)
         if session.is_round:
             self.last_round(session)
-
-    @property
-    def has_last_round(self) -> bool:
-        """Whether some steps have no round of their own."""
-        return self.options.local_steps > 1
 
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters, buffers and, where it is an option, the optimizer's state."""

@@ -35,6 +35,8 @@ class ExchangeStrategy(Strategy):
     """
 
     topology: Topology
+    _place: int
+    """The place of this worker in the topology."""
     _buffers: ParameterBuffers
     _under_way: list[Handle[torch.Tensor]] | None = None
 
@@ -46,6 +48,7 @@ class ExchangeStrategy(Strategy):
     def set_group(self, group: Group) -> None:
         """Makes the topology of the group's workers, where the options name one."""
         super().set_group(group)
+        self._place = group.rank
         if isinstance(self.options, MixOptions):
             topology = make_topology_on(self.options.topology, group.size, group.num_machines)
             self.topology = self.fit(topology)
@@ -56,7 +59,7 @@ class ExchangeStrategy(Strategy):
 
     def round_weights(self, session: TrainingSession) -> Weights:
         """Gives the weights of this worker in the round that comes."""
-        return self.topology.weights(self.group.rank, self.rounds)
+        return self.topology.weights(self._place, self.rounds)
 
     def exchange(
         self, session: TrainingSession, live: torch.Tensor, spare: torch.Tensor
@@ -82,7 +85,7 @@ class ExchangeStrategy(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Finishes an overlapped round."""
-        session.check_lost_peers()
+        super().before_step(session)
         if self.is_overlapped and session.is_round:
             self._finish_round(session)
 
@@ -135,17 +138,11 @@ class NeighborAverage(ExchangeStrategy):
             weights.check(self._place, self.topology.size)
         self._weights = weights
 
-    @property
-    def _place(self) -> int:
-        """The place of this worker in the topology."""
-        return self.group.rank
-
     def round_weights(self, session: TrainingSession) -> Weights:
         """Gives those that were set, or the topology's."""
-        weights = self._weights
-        if weights is None:
-            return self.topology.weights(self._place, self.rounds)
-        return weights if isinstance(weights, Weights) else weights(self.rounds)
+        if self._weights is None:
+            return super().round_weights(session)
+        return self._weights if isinstance(self._weights, Weights) else self._weights(self.rounds)
 
 
 class HierarchicalAverage(NeighborAverage):
@@ -162,7 +159,7 @@ class HierarchicalAverage(NeighborAverage):
 
     def set_group(self, group: Group) -> None:
         """Makes the topology of the group's machines."""
-        self.group = group
+        self.group, self._place = group, group.machine
         workers = Counter(group.machines)
         if len(set(workers.values())) > 1 and elastic_of(group) is None:
             raise UsageError(
@@ -172,10 +169,6 @@ class HierarchicalAverage(NeighborAverage):
                 next_step="start equally many on each (--workers-per-machine), or take `neighbor`.",
             )
         self.topology = make_topology(self.options.topology, group.num_machines)
-
-    @property
-    def _place(self) -> int:
-        return self.group.machine
 
     def exchange(
         self, session: TrainingSession, live: torch.Tensor, spare: torch.Tensor

@@ -60,10 +60,6 @@ class NeighborMomentum(ExchangeStrategy):
             own, mixed = (GroupBucket(layout, session.empty) for _ in range(2))
             self._buckets.append(_MomentumBuckets(layout.pick(session.trainable), own, mixed))
 
-    def stop(self, session: TrainingSession) -> None:
-        """Lets go of the memory."""
-        self._buckets = []
-
     def after_step(self, session: TrainingSession) -> None:
         """Mixes parameters and momentum."""
         if not session.is_skipped:

@@ -56,8 +56,3 @@ class NoLoCo(Strategy):
         """Averages parameters over the whole group; the slow weights become the same."""
         session.average_parameters()
         self.slow.copy_(session.parameters)
-
-    def last_round(self, session: TrainingSession) -> None:
-        """Makes parameters, slow weights and buffers the mean of all, once, at the end."""
-        self.average_all(session)
-        session.average_buffers()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 
@@ -64,7 +64,7 @@ class FiniteCheck:
         self._is_on_cpu = session.device.type == "cpu"
         self._rank = session.group.rank
         self._session = session
-        self._checked: Checked = "in backward" if session.shares_gradients else "before the step"
+        self._checked: Checked = "in backward" if session.strategy.shares_gradients else "before the step"
         if session.is_alone or session.group.size == 1 or not session.strategy.checks_finite:
             self._checked = "never"
         self._is_looked_at_later = self._mode == "warn" and self._checked == "before the step"
@@ -143,7 +143,7 @@ class FiniteCheck:
         if is_last:
             self._looked_s = SYSTEM_CLOCK.now_s()
             self._judge_pending()
-            self._pending, self._looks = _Pending(self._looks), []
+            self._pending, self._looks = _Pending.ask(self._looks), []
 
     def skipped_step(self) -> None:
         """Forgets the gradients of a step that a GradScaler leaves out, since it has found an infinity."""
@@ -199,7 +199,9 @@ class FiniteCheck:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.is_finite():
+        if pending.is_there is not None:
+            pending.is_there.synchronize()
+        if math.isfinite(pending.norm.item()):
             self._first_received = None
         else:
             self._judge(pending.looks)
@@ -290,23 +292,20 @@ class FiniteCheck:
         )
 
 
-class _Pending:
-    """The norm of what some steps have left on a device, on its way to the processor."""
+class _Pending(NamedTuple):
+    """What some steps have left on a device, and the norm of it, on its way to the processor."""
 
-    def __init__(self, looks: Sequence[_Look]) -> None:
-        self.looks = looks
+    looks: Sequence[_Look]
+    norm: torch.Tensor
+    is_there: torch.cuda.Event | None
+
+    @classmethod
+    def ask(cls, looks: Sequence[_Look]) -> Self:
+        """Tells the device to compute the norm, and does not wait for it."""
         norm = _norm([tensor for look in looks for tensor in (*look.gradients, *look.parameters)])
-        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=norm.is_cuda)
-        self._norm.copy_(norm, non_blocking=True)
-        self._is_there: torch.cuda.Event | None = None
-        if norm.is_cuda:
-            self._is_there = torch.cuda.current_stream(norm.device).record_event()
-
-    def is_finite(self) -> bool:
-        """Tells whether all values are finite, once the device has come to it."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        return math.isfinite(self._norm.item())
+        copy = torch.empty((), dtype=norm.dtype, pin_memory=norm.is_cuda).copy_(norm, non_blocking=True)
+        is_there = torch.cuda.current_stream(norm.device).record_event() if norm.is_cuda else None
+        return cls(looks, copy, is_there)
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ class PairAverage(Strategy):
         """Mixes one half of a random peer's model in."""
         if not self._is_published:
             return
-        session.check_lost_peers()
+        super().before_step(session)
         others = session.others
         if not others:
             return

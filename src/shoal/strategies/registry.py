@@ -8,7 +8,6 @@ and any of `needs_servers`, `needs_machines`, `is_asynchronous` and `has_own_cha
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import logging
@@ -16,12 +15,11 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from shoal.core.errors import UsageError
-from shoal.core.run_options import RunOptions
+from shoal.core.errors import UsageError, did_you_mean
+from shoal.core.run_options import RunOptions, load_module
 from shoal.strategies import options as of
 
 if TYPE_CHECKING:
@@ -180,10 +178,8 @@ def canonical(name: str) -> str:
     if plain in installed:
         return plain
     known = [*BUILT_IN, *installed]
-    near = difflib.get_close_matches(plain[:64], [*known, *_ALIASES], n=3)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise UsageError(
-        f"There is no strategy {name!r}.{hint}",
+        f"There is no strategy {name!r}.{did_you_mean(name, [*known, *_ALIASES], n=3)}",
         next_step=f"one of {', '.join(known)}, or a class of your own as package.module:Class.",
     )
 
@@ -303,26 +299,13 @@ def _outside_row(name: str, location: str) -> StrategyInfo:
 def _load(location: str) -> type[Strategy]:
     """Import a class, and see that it is a strategy; what the module itself raises passes through."""
     where, _, attribute = location.partition(":")
-    if location not in _LOCATIONS and str(Path.cwd()) not in sys.path:
-        # the `shoal` program lacks the current folder, which `python -m` has; at the end it hides nothing
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(
-            f"There is no module {error.name!r}, from which the strategy {location!r} should come.",
-            cause=f"it is misspelt, or neither installed nor on PYTHONPATH nor in {Path.cwd()}.",
-            next_step="start in the folder that holds it, set PYTHONPATH to that folder, or install it.",
-        ) from None
+    is_ours = location in _LOCATIONS
+    module = importlib.import_module(where) if is_ours else load_module(where, f"the strategy {location!r}")
     kind = getattr(module, attribute, None)
     if not isinstance(kind, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(attribute[:64], classes, n=1)
         raise UsageError(
-            f"The module {where!r} has no class {attribute!r}.",
-            cause=f"did you mean {near[0]!r}?" if near else "",
+            f"The module {where!r} has no class {attribute!r}.{did_you_mean(attribute, classes)}",
             next_step="name a class of that module, as package.module:Class.",
         )
     from shoal.strategies.strategy import Strategy

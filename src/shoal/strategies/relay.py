@@ -106,10 +106,6 @@ class RelaySGD(Strategy):
         if relayed is not None:
             self._ended = {"relayed": relayed.state_dict()}
 
-    def before_step(self, session: TrainingSession) -> None:
-        """Looks for lost peers."""
-        session.check_lost_peers()
-
     def after_step(self, session: TrainingSession) -> None:
         """Passes models on along the tree."""
         if not session.is_round:

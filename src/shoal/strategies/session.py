@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import msgspec
@@ -30,7 +30,7 @@ from shoal.group.elastic import elastic_of
 from shoal.group.functions import others
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
-from shoal.strategies.averaging import average, average_buffers, consensus_distance, copy_buffers
+from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
@@ -113,6 +113,8 @@ class TrainingSession:
         self._num_optimized = _num_optimized(optimizer)
         self._has_own_rates = bool(strategy.options.warmup_steps or strategy.options.decay_every)
         self._buffers: ParameterBuffers | None = None
+        self._made: list[str] = []
+        """The attributes that the strategy's `start` has made, which go at the end."""
         self._closings: list[Callable[[], None]] = []
         self._window_names: Iterator[str] | None = None
         self._finite: FiniteCheck | None = None
@@ -307,11 +309,6 @@ class TrainingSession:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
         average_buffers(self.group, self.model)
 
-    def wait_for_device(self) -> None:
-        """Waits until a GPU has done all that it was asked for."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def check_lost_peers(self) -> None:
         """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
 
@@ -359,8 +356,7 @@ class TrainingSession:
         survivals_of(self.group).append(strategy.survives_loss)
         self.is_in_group = True
         if self.is_alone:
-            if self.elastic is None or not self.elastic.take_over():
-                strategy.checkpoints.resume(self)
+            self.take_up()
         else:
             if self.is_sharded:  # it shares with those alone that hold the same parts of the model
                 refuse_unsupported(self)
@@ -371,7 +367,11 @@ class TrainingSession:
             strategy.begin(self, should_start_equal=should_start_equal)
         self._finite = FiniteCheck(self)
         if not self.is_alone:
-            strategy.start(self)
+            before = list(vars(strategy))
+            try:
+                strategy.start(self)
+            finally:
+                self._made = [name for name in vars(strategy) if name not in before]
             strategy.restore(self.model)
             self.has_started = True
             if strategy.has_last_round and self.group.size > 1 and not self.stays:
@@ -498,13 +498,22 @@ class TrainingSession:
         if loss is not None:
             raise lost_mate(loss) from error
 
+    def take_up(self) -> Literal["taken over", "exact", "common"] | None:
+        """Goes on from those who have trained, where workers come and go, or from a checkpoint. Collective.
+
+        Tells which it was, and of a checkpoint what `RunCheckpoints.resume` does; None for a fresh start.
+        """
+        if self.elastic is not None and self.elastic.take_over():
+            return "taken over"
+        return self.strategy.checkpoints.resume(self)
+
     def start_equal(self, *, should_start_equal: bool) -> None:
         """Takes up a checkpoint, or rank 0's values; compares what cannot be taken. Collective."""
         strategy = self.strategy
         require_equal(self.group, self.named_tensors)
-        if self.elastic is not None and self.elastic.take_over():
+        resumed = self.take_up()
+        if resumed == "taken over":
             return
-        resumed = strategy.checkpoints.resume(self)
         if resumed is not None:
             should_start_equal = resumed == "common"
         if strategy.is_lockstep:
@@ -572,6 +581,8 @@ class TrainingSession:
             strategy.status_reporter.tell("joined")
         if not self.is_alone:
             strategy.stop(self)
+        for name in self._made:
+            vars(strategy).pop(name, None)
         if self._buffers is not None:
             self._buffers.close()
             self._buffers = None
@@ -588,33 +599,14 @@ class TrainingSession:
 
     # What the hooks report.
 
-    @property
-    def shares_gradients(self) -> bool:
-        """Whether gradients are equal on all members after backward."""
-        return self.strategy.shares_gradients
-
-    @property
-    def hears_forward(self) -> bool:
-        """Whether the strategy does anything when a forward is done."""
-        return self.strategy.hears("after_forward")
-
-    @property
-    def hears_gradients(self) -> bool:
-        """Whether the strategy does anything when a gradient is ready."""
-        return self.strategy.hears("gradient_ready")
-
     def forward_ended(self) -> None:
         """Is called after a whole forward, in training with gradients."""
-        if self.elastic is None:
-            self.strategy.after_forward(self)
-        elif self.elastic.can_share:
+        if self.elastic is None or self.elastic.can_share:
             self.attempt(partial(self.strategy.after_forward, self))
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
-        if self.elastic is None:
-            self.strategy.gradient_ready(self, parameter)
-        elif self.elastic.can_share:
+        if self.elastic is None or self.elastic.can_share:
             self.attempt(partial(self.strategy.gradient_ready, self, parameter))
 
     def attempt(self, act: Callable[[], None]) -> bool:
@@ -706,11 +698,6 @@ class TrainingSession:
                 next_step="end the `with` block (attach with stays=True), and attach again.",
             )
 
-    def consensus_distance(self) -> float:
-        """Measures how far the members' parameters are from their mean; see `Strategy`. Collective."""
-        distance = consensus_distance(self.group, self.trainable)
-        return self.group.norm(distance) if isinstance(self.group, ShardReplicas) else distance
-
     def _publish_step(self) -> None:
         """Shows that this worker goes on, before a round in which it may wait for one that has ended."""
         if self._counter is not None:
@@ -735,7 +722,7 @@ class TrainingSession:
 
     def _monitor(self, *, is_skipped: bool) -> None:
         monitors = self.strategy.gradient_monitors
-        if monitors is not None and not self.shares_gradients:
+        if monitors is not None and not self.strategy.shares_gradients:
             monitors.observe_locally(self.group, self.trainable, is_skipped=is_skipped)
 
     def refuse_foreign(self) -> None:
@@ -796,7 +783,7 @@ def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> set[int]:
     return {
         id(tensor)
         for each in [known() for known in _attached.get(model, ())]
-        if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
+        if each is not None and each.is_open and (each.strategy.shares_gradients or not by_gradients)
         for tensor in each.trainable
     }
 

@@ -48,19 +48,10 @@ class SparseLoCo(Strategy):
         """Makes the common copy."""
         self.outer = OuterStep(0, session.named_parameters, private_memory(), has_momentum=False)
 
-    def stop(self, session: TrainingSession) -> None:
-        """Lets go of the copy."""
-        vars(self).pop("outer", None)
-
     def after_step(self, session: TrainingSession) -> None:
         """Takes an outer step after every so many steps."""
         if session.is_round:
             self.last_round(session)
-
-    @property
-    def has_last_round(self) -> bool:
-        """Whether some steps have no round of their own."""
-        return self.options.local_steps > 1
 
     def last_round(self, session: TrainingSession) -> None:
         """Takes an outer step: all models become the common copy, equal to the bit.

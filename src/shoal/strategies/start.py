@@ -213,7 +213,7 @@ def start_optimizers(session: TrainingSession, *, should_take_state: bool, has_l
             optimizer.load_state_dict(state)
         return
     difference = _difference(accounts)
-    if difference and session.shares_gradients:
+    if difference and session.strategy.shares_gradients:
         raise UsageError(
             f"{difference}: the replicas would drift apart.",
             cause="the optimizer is built in another way there, or a checkpoint was loaded there alone.",

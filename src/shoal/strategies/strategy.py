@@ -23,12 +23,13 @@ from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.group.solo import SoloGroup
-from shoal.strategies.averaging import common_model
+from shoal.strategies.averaging import common_model, consensus_distance
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.registry import warn_of_ignored_flags
 from shoal.strategies.session import TrainingSession, still_there
+from shoal.strategies.shards import ShardReplicas
 from shoal.strategies.status import StatusReporter
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT, can_be_kept, kept_state, restored
@@ -121,7 +122,11 @@ class Strategy:
         """Is called in backward for each parameter when its `.grad` has got its new value."""
 
     def before_step(self, session: TrainingSession) -> None:
-        """Is called when the gradients are final. What it raises leaves the step undone."""
+        """Is called when the gradients are final; by default looks for lost peers.
+
+        What it raises leaves the step undone.
+        """
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Is called when the optimizer has stepped."""
@@ -137,16 +142,21 @@ class Strategy:
 
     def last_round(self, session: TrainingSession) -> None:
         """Makes the models of all members equal at the end of training, after the same step on all."""
-        session.average_parameters()
+        self.average_all(session)
+        session.average_buffers()
 
     def settle_round(self, session: TrainingSession) -> None:
         """Ends what is under way, so that parameters stay what they are until the next step."""
 
     def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
         """Ends what is under way at a clean end; with `should_leave` the others may go on."""
+        self.settle_round(session)
 
     def stop(self, session: TrainingSession) -> None:
-        """Lets go of memory and windows, when the strategy is detached. May not communicate."""
+        """Ends what is not the group's, when the strategy is detached; what `start` made goes by itself.
+
+        May not communicate.
+        """
 
     @property
     def shares_gradients(self) -> bool:
@@ -160,8 +170,11 @@ class Strategy:
 
     @property
     def has_last_round(self) -> bool:
-        """Whether `last_round` makes the models of all members equal at the end of training."""
-        return False
+        """Whether `last_round` makes the models of all members equal at the end of training.
+
+        By default where rounds do, and some steps have no round of their own.
+        """
+        return self.is_equal_after_round and self.options.local_steps > 1
 
     @property
     def is_equal_after_round(self) -> bool:
@@ -279,7 +292,8 @@ class Strategy:
     def consensus_distance(self) -> float:
         """Measures the root mean square of members' distances from their mean. Collective; settles first."""
         self.settle()
-        return self.session.consensus_distance()
+        group, distance = self.group, consensus_distance(self.group, self.session.trainable)
+        return group.norm(distance) if isinstance(group, ShardReplicas) else distance
 
     def log(self, **values: Any) -> None:
         """Notes numbers that `shoal top` should show of this worker: `strategy.log(loss=loss)`.

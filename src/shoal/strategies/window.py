@@ -45,17 +45,17 @@ class OneSidedStrategy(Strategy):
     is_lockstep = False
     options: WindowOptions | PushSumOptions
     topology: Topology
+    _windows: list[Window]
+    """One for each dtype."""
+    _writes: list[Handle[None]]
+    _turn: int
+    """The round that has begun last."""
+    _is_begun: bool
+    """Whether a round has begun, and what has come is not mixed yet."""
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         self.staleness = Staleness()
-        self._windows: list[Window] = []
-        """One for each dtype."""
-        self._writes: list[Handle[None]] = []
-        self._turn = 0
-        """The round that has begun last."""
-        self._is_begun = False
-        """Whether a round has begun, and what has come is not mixed yet."""
 
     def set_group(self, group: Group) -> None:
         """Makes the topology that says who writes to whom."""
@@ -85,6 +85,7 @@ class OneSidedStrategy(Strategy):
             session.window(flat, self._sent_dtype(flat.dtype), sources=sources)
             for flat in session.parameters.flats
         ]
+        self._writes, self._turn, self._is_begun = [], 0, False
 
     def after_forward(self, session: TrainingSession) -> None:
         """Lets writes go on."""
@@ -93,7 +94,7 @@ class OneSidedStrategy(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Ends the round that has begun."""
-        session.check_lost_peers()
+        super().before_step(session)
         self._finish_round(session)
 
     def after_step(self, session: TrainingSession) -> None:
@@ -115,16 +116,6 @@ class OneSidedStrategy(Strategy):
     def settle_round(self, session: TrainingSession) -> None:
         """Ends the round that has begun."""
         self._finish_round(session)
-
-    def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
-        """Ends the round that has begun."""
-        self._finish_round(session)
-
-    def stop(self, session: TrainingSession) -> None:
-        """Forgets what was under way."""
-        self._windows = []
-        self._writes.clear()
-        self._is_begun = False
 
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which parameters are written."""
@@ -288,7 +279,10 @@ class PushSum(OneSidedStrategy):
     def settle_round(self, session: TrainingSession) -> None:
         """Takes in all that is under way: the mean over the weights is exact then. Collective."""
         self._finish_round(session)
-        session.wait_for_device()  # a barrier orders processors, and not what their GPUs still have to write
+        if (
+            session.device.type == "cuda"
+        ):  # a barrier orders processors, and not what GPUs still have to write
+            torch.cuda.synchronize(session.device)
         self.group.barrier().wait()
         self._collect(session)
 

@@ -7,11 +7,9 @@ the bytes.
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
-from shoal.core.errors import TensorError
+from shoal.core.errors import TensorError, did_you_mean
 
 _NAMES = (
     "bool",
@@ -59,10 +57,9 @@ def unknown_dtype(name: object) -> TensorError:
     if not isinstance(name, str):
         return TensorError(f"a dtype is a name, not {type(name).__name__}")
     short = name if len(name) <= 32 else name[:32] + "…"
-    nearest = difflib.get_close_matches(short, DTYPES, n=1)
     return TensorError(
-        f"unknown dtype {short!r}",
-        cause=f"did you mean {nearest[0]!r}?" if nearest else "the sender has a newer torch, or is broken",
+        f"unknown dtype {short!r}.{did_you_mean(short, DTYPES)}",
+        cause="it is misspelt, or the sender has a newer torch, or is broken.",
         next_step=f"use one of {', '.join(DTYPES)}",
     )
 

@@ -5,7 +5,6 @@ A transport moves a MessagePack payload and raw buffers; what the buffers mean i
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 
 from shoal.core import Address, Clock, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.memory import BufferPool, byte_view, fill
 
@@ -195,12 +195,9 @@ class Routes:
         method, mode, timeout_ms = request.method, request.mode, request.timeout_ms
         route = self._routes.get(method)
         if route is None:
-            near = difflib.get_close_matches(method[:100], self._routes, n=1)
             raise PeerRefused(
-                f"this peer has no method {method[:100]!r}.",
-                next_step=f"did you mean {near[0]!r}?"
-                if near
-                else "check that both sides run the same version.",
+                f"this peer has no method {method[:100]!r}.{did_you_mean(method, self._routes)}",
+                next_step="check that both sides run the same version.",
             )
         if (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL:
             raise PeerRefused(

@@ -180,8 +180,8 @@ def test_names():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("topk", "did you mean 'top-k'"),
-        ("lowrank:4", "did you mean 'low-rank'"),
+        ("topk", "Did you mean 'top-k'"),
+        ("lowrank:4", "Did you mean 'low-rank'"),
         ("gzip", "none, fp16, bf16, int8, top-k, low-rank, sparse-2bit"),
         ("", "unknown codec"),
         ("top-k:2", "between 0 and 1"),
@@ -197,7 +197,7 @@ def test_names():
         ("fp16:3", "no parameter"),
         ("sparse-2bit:0", "between 0 and 1"),
         ("sparse-2bit:all", "between 0 and 1"),
-        ("sparse:0.02", "did you mean 'sparse-2bit'"),
+        ("sparse:0.02", "Did you mean 'sparse-2bit'"),
     ],
 )
 def test_bad_names_say_what_to_write(text, word):

@@ -39,7 +39,6 @@ from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
-from shoal.tensors.packing import reshape_dense
 
 LARGE_BYTES = 2**20
 """From here on a shard of its own costs a parameter less than the copy into a shared one."""
@@ -84,12 +83,6 @@ class ParameterShard:
         starts = [slot.offset_bytes // self.dtype.itemsize for slot in self.layout.slots]
         sizes = [size_bytes(slot.spec) // self.dtype.itemsize for slot in self.layout.slots]
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Gives flat memory of the shard as tensors of its parameters' shapes and strides."""
-        dtype = DTYPES[self.layout.dtype]
-        places = zip(self.spans, self.layout.slots, strict=True)
-        return [reshape_dense(flat[span].view(dtype), slot.spec) for span, slot in places]
 
     def move(
         self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor
@@ -221,8 +214,8 @@ class OptimizerNumbers:
     What is no number (nesterov, foreach) stays as it was at attach.
     """
 
-    names: list[tuple[int, str, int | None]]
-    """For each number its group, its name, and the position in a tuple if it is in one."""
+    names: list[tuple[int, str, int]]
+    """For each number its group, its name, and its position there: Adam's betas are two."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
@@ -231,18 +224,17 @@ class OptimizerNumbers:
             for number, group in enumerate(optimizer.param_groups)
             for name in sorted(group)
             if name != "params"
-            for position in _positions(group[name])
+            for position, part in enumerate(_parts(group[name]))
+            if _is_number(part)
         ]
         self._last: list[float] | None = None
 
     def read(self, rate_factor: float = 1.0) -> list[float]:
         """Gives the numbers as they are now, learning rates times a factor."""
-        read = []
-        for number, name, position in self.names:
-            value = self._groups[number][name]
-            value = float(value if position is None else value[position])
-            read.append(value * (rate_factor if name == "lr" else 1.0))
-        return read
+        return [
+            float(_parts(self._groups[number][name])[position]) * (rate_factor if name == "lr" else 1.0)
+            for number, name, position in self.names
+        ]
 
     def write(self, values: Sequence[float], rate_factor: float = 1.0) -> None:
         """Makes the numbers what they were elsewhere; nearly free when they are that already."""
@@ -252,20 +244,14 @@ class OptimizerNumbers:
             return
         self._last = values
         for value, (number, name, position) in zip(values, self.names, strict=True):
-            group = self._groups[number]
-            if position is None:
-                group[name] = _replaced(group[name], value)
-            else:
-                parts = list(group[name])
-                parts[position] = _replaced(parts[position], value)
-                group[name] = type(group[name])(parts)
+            old = self._groups[number][name]
+            parts = _parts(old)
+            parts[position] = _replaced(parts[position], value)
+            self._groups[number][name] = type(old)(parts) if isinstance(old, list | tuple) else parts[0]
 
 
-def _positions(value: Any) -> Sequence[int | None]:
-    """Finds the numbers in a value; None stands for the value itself."""
-    if isinstance(value, list | tuple):
-        return [place for place, part in enumerate(value) if _is_number(part)]
-    return [None] if _is_number(value) else []
+def _parts(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_number(value: Any) -> bool:

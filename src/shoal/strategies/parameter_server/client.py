@@ -32,6 +32,7 @@ from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.codecs.base import is_finite
 from shoal.tensors.codecs.formats import Packing
+from shoal.tensors.flat import views_over
 from shoal.tensors.memory import copy_into
 from shoal.tensors.packing import densify
 
@@ -172,7 +173,7 @@ class ServerClient:
             return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         if shard.number not in self._gathered:
             buffer = torch.zeros_like(self._flats[shard.number])
-            self._gathered[shard.number] = buffer, shard.views(buffer)
+            self._gathered[shard.number] = buffer, views_over(shard.layout, buffer)
         flat, views = self._gathered[shard.number]
         copied: list[torch.Tensor] = []
         into: list[torch.Tensor] = []

@@ -31,6 +31,7 @@ from shoal.strategies.parameter_server.channel import (
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.tensors.codecs.base import is_finite
+from shoal.tensors.flat import views_over
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +112,10 @@ class ServedShard:
 
     def _views_of(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         if self._channel.device is None:
-            return self.shard.views(gradient)
+            return views_over(self.shard.layout, gradient)
         place = gradient.data_ptr()
         if place not in self._views:
-            self._views[place] = self.shard.views(gradient.detach())
+            self._views[place] = views_over(self.shard.layout, gradient.detach())
         return self._views[place]
 
     def pass_over(self) -> None:
@@ -201,10 +202,6 @@ class WorkerState:
     def is_meeting(self) -> bool:
         """Whether it waits for the other workers, and sends nothing until they have come, too."""
         return self.request.kind == RequestKind.MEET
-
-    def presence(self, position: int) -> Sequence[int]:
-        """Gives the `Presence` of each parameter of a shard in the push under way."""
-        return self.request.gradients[position]
 
 
 class AsyncServer:
@@ -367,19 +364,19 @@ class AsyncServer:
             gradient = shard.compensate(gradient, worker.rank)
         factor = 1 / max(1, worker.staleness) if self._options.staleness_lr else 1.0
         self._channel.numbers.write(request.numbers, factor)
-        has_gradient = [presence == Presence.SENT for presence in worker.presence(worker.position)]
+        has_gradient = [presence == Presence.SENT for presence in worker.request.gradients[worker.position]]
         shard.apply(gradient, has_gradient)
 
     def _is_there(self, worker: WorkerState, position: int) -> bool:
         """Tells whether a shard of a push can be taken."""
-        if Presence.SENT not in worker.presence(position):
+        if Presence.SENT not in worker.request.gradients[position]:
             return True  # then nothing is sent
         return worker.rank in self._channel.gradients[self._shards[position].shard.number].filled()
 
     @contextlib.contextmanager
     def _taken(self, worker: WorkerState, position: int) -> Iterator[torch.Tensor | None]:
         """Gives the flat gradient of a shard that is there, until the block ends; None: there is none."""
-        if Presence.SENT not in worker.presence(position):
+        if Presence.SENT not in worker.request.gradients[position]:
             yield None
             return
         number = self._shards[position].shard.number
@@ -406,7 +403,7 @@ class AsyncServer:
 
     def _finish_shard(self, worker: WorkerState) -> None:
         """Ends one shard of a push; the last one ends the round."""
-        if Presence.WITHHELD in worker.presence(worker.position):
+        if Presence.WITHHELD in worker.request.gradients[worker.position]:
             self._refuse(worker)
         worker.reply.num_handled += 1
         is_released = worker.reply.released > worker.clock
@@ -543,7 +540,7 @@ class SyncServer(AsyncServer):
             taken = [
                 (worker, stack.enter_context(self._taken(worker, position)))
                 for worker in pushing
-                if Presence.WITHHELD not in worker.presence(position)
+                if Presence.WITHHELD not in worker.request.gradients[position]
             ]
             accepted = [(one, given) for one, given in taken if given is None or self._accepts(one, given)]
             gradients = [gradient for _, gradient in accepted if gradient is not None]
@@ -554,7 +551,7 @@ class SyncServer(AsyncServer):
                 if weight != 1:
                     mix_into(mean, mean, weight, [(other, weight) for other in gradients[1:]])
                 self._channel.numbers.write(accepted[0][0].request.numbers)
-                presences = zip(*(worker.presence(position) for worker, _ in accepted), strict=True)
+                presences = zip(*(worker.request.gradients[position] for worker, _ in accepted), strict=True)
                 shard.apply(mean, [Presence.SENT in each for each in presences])
         self._position = (position + 1) % len(self._shards)
         for worker in list(self._chosen):

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from shoal.core import Deadline
 from shoal.core.elastic import LeavingRun
-from shoal.core.errors import CheckpointError, PeerLost, UsageError
+from shoal.core.errors import PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, share
 from shoal.group.elastic import ElasticGroup, elastic_of
 from shoal.strategies.averaging import own_model
-from shoal.strategies.checkpointing import Contents
+from shoal.strategies.checkpointing import Contents, on_first
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
@@ -53,13 +53,13 @@ class ParameterServer(Strategy):
     checks_finite = False  # servers refuse gradients that are not finite, and they go nowhere else
     Options = ParameterServerOptions
     options: ParameterServerOptions
+    _client: ServerClient | None = None
+    _sums: list[torch.Tensor | None]
+    """The gradients since the last push, where there are several steps to a push."""
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         _check(self.options)
-        self._client: ServerClient | None = None
-        self._sums: list[torch.Tensor | None] = []
-        """The gradients since the last push, where there are several steps to a push."""
         self._is_void = False
         self._num_refused = 0
         self._stats: dict[str, Any] = {}
@@ -182,8 +182,7 @@ class ParameterServer(Strategy):
         assert everybody is not None
         everybody.barrier().wait()
         everybody.should_survive = False
-        if session.elastic is None or not session.elastic.take_over():
-            self.checkpoints.resume(session)
+        session.take_up()
 
     def start(self, session: TrainingSession) -> None:
         """Gives everybody the first worker's values, and opens the way to the servers."""
@@ -280,18 +279,11 @@ class ParameterServer(Strategy):
 
     def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
         """What the servers' optimizers keep, on the worker that writes it."""
-        optimizer, problem = super().common_optimizer(session), ""
-        if self._client is None:
-            return optimizer
-        if self.group.rank == self.group.members[0]:
-            try:
-                optimizer = self._client.take_optimizer()
-            except CheckpointError as error:
-                problem = error.what
-        problems = [told for told in share(self.group, problem) if told]
-        if problems:
-            raise CheckpointError(problems[0])
-        return optimizer
+        taken: dict[str, Any] = {}
+        if self._client is not None:
+            client = self._client
+            on_first(self.group, self.group.members[0], lambda: taken.update(client.take_optimizer()))
+        return taken or super().common_optimizer(session)
 
     def state_at_end(self) -> dict[str, Any]:
         """Waits for this worker's pushes, so that the last worker finds all of them on the servers."""
@@ -321,8 +313,6 @@ class ParameterServer(Strategy):
         self._stats = self.stats
         if self._client is not None:
             self._client.release()
-        self._client = None
-        self._sums = []
 
 
 class StalenessAwareSGD(ParameterServer):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
-from shoal.core.errors import TensorError, UsageError
+from shoal.core.errors import TensorError, UsageError, did_you_mean
 from shoal.tensors.codecs.base import Encoded, EncodedMeta, FormatCodec
 from shoal.tensors.codecs.casts import BFloat16, Float16, Plain
 from shoal.tensors.codecs.int8 import Int8
@@ -31,10 +29,8 @@ def codec_from_name(text: str) -> FormatCodec:
     name, _, parameter = text.strip().partition(":")
     name = name.lower().replace("_", "-")
     if name not in CODECS:
-        nearest = difflib.get_close_matches(name[:32], CODECS, n=1, cutoff=0.5)
         raise UsageError(
-            f"unknown codec {name[:32]!r}",
-            cause=f"did you mean {nearest[0]!r}?" if nearest else "",
+            f"unknown codec {name[:32]!r}.{did_you_mean(name, CODECS, cutoff=0.5)}",
             next_step=f"use one of {', '.join(CODECS)}",
         )
     return CODECS[name].from_text(parameter)
