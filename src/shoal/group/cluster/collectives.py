@@ -305,7 +305,7 @@ class Collectives:
                     key = (seq, f"x {number}", self._mesh.rank)
                     sending = self._mesh.send(rank, key, host[place], is_bounded=True)
                     if host is flat:
-                        self._sending.append((span_of(flat), sending))
+                        self._sending.append((span_of(host[place]), sending))
         coming = {rank: self._from_rank(seq, rank, flat, places) for rank in sorted(sources)}
         if out is not None:
             yield arrived(self.sending_of(mixed))
