@@ -144,6 +144,7 @@ class ClusterGroup(Group):
     """Workers of several machines; `open_cluster_group` makes one."""
 
     should_survive = passed_on("local", "should_survive")
+    lost: Mapping[int, Loss] = passed_on("membership", "lost")
 
     def __init__(
         self,
@@ -191,11 +192,6 @@ class ClusterGroup(Group):
     def members(self) -> Sequence[int]:
         """The ranks that still take part."""
         return self.membership.present(self.next_seq)
-
-    @property
-    def lost(self) -> Mapping[int, Loss]:
-        """The peers that ended or fell silent without having left."""
-        return self.membership.lost
 
     @property
     def split(self) -> Exception | None:
