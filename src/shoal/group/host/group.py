@@ -282,8 +282,11 @@ class HostGroup(Group):
         """
         if not self._engine.is_usable or self._control.gone_after(self.rank) != NOT_YET:
             return
+        engine, pending = self._engine, self._windows.pending
         with contextlib.suppress(ShoalError):
-            self._engine.wait_until(self._is_idle, Deadline.after(_LEAVING_S), "leave")
+            engine.wait_until(
+                lambda: not (engine.is_busy or pending.is_busy), Deadline.after(_LEAVING_S), "leave"
+            )
             is_drained = self._devices.drain()
             self._engine.wait_until(is_drained, Deadline.after(_LEAVING_S), "leave")
         self._drop()
@@ -322,9 +325,6 @@ class HostGroup(Group):
         counted = self._counter.sent_bytes, self._counter.received_bytes
         yield
         self._counter.sent_bytes, self._counter.received_bytes = counted
-
-    def _is_idle(self) -> bool:
-        return not (self._engine.is_busy or self._windows.pending.is_busy)
 
     def _drop(self) -> None:
         self._engine.drop()

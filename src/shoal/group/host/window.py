@@ -333,7 +333,11 @@ class HostWindow(Window):
         self._check_open()
         check_rank(peer, self._engine.size)
         into = into.detach()
-        table, locks = self._shared.publications, self._shared.locks
+        table, locks, publication = (
+            self._shared.publications,
+            self._shared.locks,
+            self._engine.control.publication,
+        )
 
         def attempt() -> list[int | None] | None:
             if self._engine.is_gone(peer):
@@ -347,10 +351,10 @@ class HostWindow(Window):
                 return [copy_out(found, into, self.name)]
             lock = _lock_of(peer, found.index) + self._rank
             # one that waits to change it comes first: readers alone would never let it
-            if table.change(peer, found.index) != _SETTLED or not locks.try_take(lock):
+            if publication(peer, found.index)[_CHANGE] != _SETTLED or not locks.try_take(lock):
                 return None
             try:
-                if table.change(peer, found.index) == _CHANGING:
+                if publication(peer, found.index)[_CHANGE] == _CHANGING:
                     return None  # it has ended in the midst of it
                 # only what is found under the lock stays as it is
                 held = table.newest(peer, self._key)
@@ -503,7 +507,7 @@ class WindowSet:
     devices: DeviceMemory
 
     def __post_init__(self) -> None:
-        self.locks = FileLocks(self.arena.lock_file)
+        self.locks = FileLocks(self.arena.files[0])
         self.pending = PendingWrites(self.engine)
         self.publications = PublicationTable(self.engine, self.arena, self.devices)
 
@@ -517,6 +521,7 @@ class PublicationTable:
     """
 
     def __init__(self, engine: ProgressEngine, arena: Arena, devices: DeviceMemory) -> None:
+        self._engine = engine
         self._rank = engine.rank
         self._arena = arena
         self._devices = devices
@@ -591,10 +596,6 @@ class PublicationTable:
         """Says whether this worker is about to change what it has published, or in the midst of it."""
         self._control.set_publication(index, _CHANGE, state)
 
-    def change(self, peer: int, index: int) -> int:
-        """Reads whether a peer changes what it has published."""
-        return self._control.publication(peer, index)[_CHANGE]
-
     def fetch(self, peer: int, key: int) -> Snapshot | None:
         """Finds the newest of a peer's; one on a device is claimed, and nobody writes over it."""
         for _ in range(_LOOKS):
@@ -632,15 +633,11 @@ class PublicationTable:
             if is_told and is_whole:
                 segment, offset = (self._devices if place >= DEVICE_CODE else self._arena).at(place)
                 tensor = segment.region(peer, offset, num_elements, DTYPES[dtype])
-                return _SharedSnapshot(self, peer, index, words[_OPENED], number, peer, version, tensor)
+                return _SharedSnapshot(
+                    self._engine, peer, index, words[_OPENED], number, peer, version, tensor
+                )
             self._pipes.take_in()
         return None
-
-    def is_intact(self, snapshot: _SharedSnapshot) -> bool:
-        """Tells whether a publication was neither reclaimed nor closed."""
-        self._pipes.take_in()
-        words = self._control.publication(snapshot.owner, snapshot.index)
-        return words[_OPENED] == snapshot.opened and words[_RECLAIMED] < snapshot.version
 
     def record(self, peer: int, index: int) -> list[int]:
         """Reads the newer record of an entry."""
@@ -668,7 +665,7 @@ class PublicationTable:
 
 @dataclass(eq=False)
 class _SharedSnapshot(Snapshot):
-    table: PublicationTable
+    engine: ProgressEngine
     owner: int
     """Whose table it is in; `rank` may be another one, where this is a machine's group in a larger one."""
     index: int
@@ -684,7 +681,9 @@ class _SharedSnapshot(Snapshot):
     def is_intact(self) -> bool:
         if self.end_claim is not None and self.end_claim():
             return True
-        return self.table.is_intact(self)
+        self.engine.pipes.take_in()
+        words = self.engine.control.publication(self.owner, self.index)
+        return words[_OPENED] == self.opened and words[_RECLAIMED] < self.version  # not closed, nor reclaimed
 
 
 class _HostSlot(Slot):
