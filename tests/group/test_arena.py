@@ -56,7 +56,7 @@ def test_given_back_pages_are_empty(arena):
 def test_a_full_folder_falls_back_with_a_warning(arena, monkeypatch, caplog):
     """As /dev/shm of a container with 64 MB."""
     first = arena.grow(4096)
-    really, full = os.posix_fallocate, arena._files[0]
+    really, full = os.posix_fallocate, arena.files[0]
 
     def allocate(descriptor, offset, size):
         if descriptor == full:

@@ -115,7 +115,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_for_all(monkeypatch):
 def test_memory_is_given_back():
     with open_hosts(2) as groups:
         together(groups, lambda group: group.free(group.empty(10_000_000)))
-        assert os.fstat(groups[0]._arena._files[0]).st_blocks * 512 < 40_000_000
+        assert os.fstat(groups[0]._arena.files[0]).st_blocks * 512 < 40_000_000
 
 
 def test_published_memory_must_be_the_groups():

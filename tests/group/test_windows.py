@@ -56,7 +56,7 @@ def test_workers_that_make_different_windows_are_told():
 
 def test_memory_is_taken_for_the_sources_alone_and_given_back():
     with open_hosts(3) as groups:
-        file = groups[0]._arena._files[0]
+        file = groups[0]._arena.files[0]
         before = os.fstat(file).st_blocks
         count = 1_000_000
         sources = [[0], [0], [1]]

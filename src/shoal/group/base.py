@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
@@ -216,6 +217,19 @@ class Window(abc.ABC):
         if not self._is_open:
             raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
 
+    def _check_change(self, published: int | None, version: int) -> None:
+        """Raises UsageError unless what is published, of a version or None, may become one of `version`."""
+        if published is None:
+            raise UsageError(
+                f"Nothing is published in window {self.name!r}, so it cannot be changed.",
+                next_step="publish it first.",
+            )
+        if version < published:
+            raise UsageError(
+                f"{self.name!r} is of version {published} and cannot become {version}.",
+                next_step="count upwards.",
+            )
+
     def _no_slot(self, owner: int, source: int) -> UsageError:
         """Makes the error of one that is not among the sources of another one's window."""
         return UsageError(
@@ -270,6 +284,12 @@ class GroupStats(msgspec.Struct, frozen=True):
     received_bytes: int
     waited_s: Sequence[float]
     """Seconds that this worker has waited for each rank, the last to arrive each time."""
+
+
+def passed_on(to: str, name: str) -> Any:
+    """Makes a property that is read, and written, at the part `to` of an object."""
+    read, path = attrgetter(f"{to}.{name}"), attrgetter(to)
+    return property(read, lambda self, value: setattr(path(self), name, value), doc=f"Is `{name}` of `{to}`.")
 
 
 class Group(abc.ABC):
@@ -414,6 +434,28 @@ class Group(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(error)
+
+
+def check_rank(rank: int, size: int) -> None:
+    """Raises UsageError for a rank that does not exist."""
+    if not 0 <= rank < size:
+        raise UsageError(f"There is no rank {rank} among {size}.", next_step="name a member.")
+
+
+def has_left(rank: int) -> UsageError:
+    """Makes the error of a worker that does something after it has left."""
+    return UsageError(
+        f"rank {rank} has left the group and takes part in nothing more.",
+        next_step="make it the last thing to leave or to close.",
+    )
+
+
+def held_by_itself(rank: int, what: str) -> UsageError:
+    """Makes the error of a worker that waits for itself."""
+    return UsageError(
+        f"rank {rank} waits for {what}, which it holds itself.",
+        next_step="end the first `with` block before the second begins.",
+    )
 
 
 def forked() -> UsageError:

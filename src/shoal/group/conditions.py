@@ -19,7 +19,7 @@ import torch
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
 from shoal.group.elastic import elastic_of
-from shoal.group.functions import others, spread_over_ranks
+from shoal.group.functions import Continued, others, spread_over_ranks
 from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
@@ -400,28 +400,22 @@ class Faulty(GroupWrapper):
         return tuple(name for peer in peers for name in self._naming.names_of(peer, None))
 
 
-class _FaultyHandle(Handle[T]):
+class _FaultyHandle(Continued[T]):
     """An operation that ends as the script wants it."""
 
     def __init__(
-        self, inner: Handle[T], group: Faulty, finish: Callable[[T], T] = lambda result: result
+        self, first: Handle[T], group: Faulty, finish: Callable[[T], T] = lambda result: result
     ) -> None:
-        self._inner = inner
+        super().__init__(first, finish)
         self._group = group
-        self._finish = finish
-        self._result: list[T] = []
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        if not self._result:
-            with self._group._being_called():
-                self._result.append(self._finish(self._inner.wait(deadline)))
-        return self._result[0]
+        with contextlib.nullcontext() if self._first is None else self._group._being_called():
+            return super().wait(deadline)
 
     def is_done(self) -> bool:
-        if self._result:
-            return True
-        with self._group._being_called():
-            return self._inner.is_done()
+        with contextlib.nullcontext() if self._first is None else self._group._being_called():
+            return super().is_done()
 
 
 def _unreachable(rank: int) -> PeerLost:

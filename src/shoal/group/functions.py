@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 import torch
 
-from shoal.core import Deadline, UsageError
-from shoal.group.base import Group, Handle
+from shoal.core import Deadline
+from shoal.group.base import Group, Handle, held_by_itself
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
@@ -144,10 +144,7 @@ class Mutex:
 
     def __enter__(self) -> Self:
         if self._is_inside:
-            raise UsageError(
-                f"rank {self._group.rank} waits for mutex {self._name!r}, which it holds itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
+            raise held_by_itself(self._group.rank, f"mutex {self._name!r}")
         self._say(_CHOOSING, 1)
         own = 1 + max([0, *(self._look(rank)[_TICKET] for rank in others(self._group))]), self._group.rank
         self._say(_TICKET, own[0])

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
-from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, WindowForm, Write
+from shoal.group.base import Group, Handle, Loss, Reduction, Window, WindowForm, Write, passed_on
 from shoal.group.functions import others, spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
@@ -245,35 +245,11 @@ class GroupWrapper(Group):
     def _adopt_anew(self) -> None:
         self._adopt(self.inner)
 
-    @property
-    def should_survive(self) -> bool:
-        """Whether operations of the inner group go on without lost peers."""
-        return self.inner.should_survive
-
-    @should_survive.setter
-    def should_survive(self, value: bool) -> None:
-        self.inner.should_survive = value
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The members of the inner group."""
-        return self.inner.members
-
-    @property
-    def lost(self) -> Mapping[int, Loss]:
-        """The peers that the inner group has lost."""
-        return self.inner.lost
-
-    @property
-    def stats(self) -> GroupStats:
-        """What the inner group has cost."""
-        return self.inner.stats
-
-    @property
-    def split(self) -> Exception | None:
-        """The error that ends this worker after a cut, from the inner group."""
-        return self.inner.split
-
+    should_survive = passed_on("inner", "should_survive")
+    members = passed_on("inner", "members")
+    lost: Mapping[int, Loss] = passed_on("inner", "lost")
+    stats = passed_on("inner", "stats")
+    split = passed_on("inner", "split")
     empty = _forwarded(Group.empty, _empty, "_call")
     free = _forwarded(Group.free, lambda group, tensor: OperationPlan("free", tensor.nbytes), "_call")
     all_reduce = _forwarded(Group.all_reduce, all_reduce)

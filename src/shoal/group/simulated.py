@@ -24,7 +24,7 @@ import torch
 from shoal.core import Address, UsageError
 from shoal.core.turns import Turns
 from shoal.group import operations
-from shoal.group.base import Handle, Loss, Reduction, rank_to_blame
+from shoal.group.base import Handle, Loss, Reduction, check_rank, rank_to_blame
 from shoal.group.kernels import check_reduction, mix_into, reduce_into
 from shoal.group.operations import OperationPlan
 from shoal.group.solo import LocalGroup, LocalNetwork, PendingOperation
@@ -91,7 +91,7 @@ class SimulatedGroup(LocalGroup):
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Goes straight from the root."""
-        self._check_rank(root)
+        check_rank(root, self.size)
         self._begin(tensor)
         is_root = self.rank == root
         sent = _Message(_copy(tensor) if is_root else _NOTHING)

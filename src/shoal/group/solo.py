@@ -31,6 +31,9 @@ from shoal.group.base import (
     Window,
     WindowForm,
     Write,
+    check_rank,
+    has_left,
+    held_by_itself,
 )
 from shoal.group.functions import others, share, spread_over_ranks
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
@@ -89,7 +92,7 @@ class LocalGroup(Group):
         """Makes a window; all have theirs when it returns, unless it has no slots."""
         self._check_member()
         for rank in sources or ():
-            self._check_rank(rank)
+            check_rank(rank, self.size)
         window = _LocalWindow(self, form, others(self) if sources is None else sources)
         if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
             share(self, [form.name, form.num_elements, str(form.dtype)])
@@ -109,21 +112,10 @@ class LocalGroup(Group):
         """Leaves; there is nothing to give back."""
         self.leave()
 
-    def _check_rank(self, rank: int) -> None:
-        """Raises UsageError for a rank that there is not."""
-        if not 0 <= rank < self.size:
-            raise UsageError(
-                f"There is no rank {rank} in a group of {self.size}.",
-                next_step=f"name a rank from 0 to {self.size - 1}.",
-            )
-
     def _check_member(self) -> None:
         """Raises UsageError for whoever does something after it has left."""
         if self.rank not in self.members:
-            raise UsageError(
-                f"rank {self.rank} has left the group and takes part in nothing more.",
-                next_step="make it the last thing to leave or to close.",
-            )
+            raise has_left(self.rank)
 
     def _prepare_exchange(
         self, tensor: torch.Tensor, between: Weights | MachineWeights, out: torch.Tensor | None
@@ -155,7 +147,7 @@ class SoloGroup(LocalGroup):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Leaves the tensor as it is."""
         self._check_member()
-        self._check_rank(root)
+        check_rank(root, self.size)
         return Done(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
@@ -364,7 +356,7 @@ class _LocalWindow(Window):
         """Is over when it is in the slot; at once for one that is gone."""
         self._check_open()
         check_write(write, self)
-        self._group._check_rank(to)
+        check_rank(to, self._network.size)
         network, rank = self._network, self._rank
         network.turns.current.look_up()
         if to not in network.present:
@@ -399,11 +391,7 @@ class _LocalWindow(Window):
         slot = self._slot_of(source)
         self._network.turns.current.look_up()
         if slot.is_held:
-            raise UsageError(
-                f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
-                "itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
+            raise held_by_itself(self._rank, f"slot of rank {source} in window {self.name!r}")
         slot.is_held = True
         try:
             yield slot
@@ -464,16 +452,7 @@ class _LocalWindow(Window):
     def changing(self, version: int) -> Iterator[None]:
         """Has readers wait until the block has ended, and for good if it raises."""
         self._begin()
-        if self._published is None:
-            raise UsageError(
-                f"Nothing is published as {self.name!r}, so it cannot be changed.",
-                next_step="publish it first.",
-            )
-        if version < self._version:
-            raise UsageError(
-                f"{self.name!r} is of version {self._version} and cannot become {version}.",
-                next_step="count upwards.",
-            )
+        self._check_change(None if self._published is None else self._version, version)
         self._is_changing = True
         yield
         self._is_changing = False
@@ -501,7 +480,7 @@ class _LocalWindow(Window):
         self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
     ) -> Handle[T | None]:
         """Asks for what a peer has published; with a version, once it is that new."""
-        self._group._check_rank(peer)
+        check_rank(peer, self._network.size)
         self._begin()
         network, rank = self._network, self._rank
         handle = PendingOperation[T | None](network, rank, f"{what} {self.name!r} of rank {peer}")

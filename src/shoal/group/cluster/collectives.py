@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from shoal.core import PeerLost, ShoalError, UsageError
 from shoal.group.base import Done, Handle, Reduction, absent_root, mismatch
-from shoal.group.cluster.handover import Handover, as_bytes
 from shoal.group.cluster.links import MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
@@ -34,12 +33,14 @@ from shoal.group.cluster.machine_exchange import (
     PENDING,
     SMALL_BYTES,
     AlgorithmChoice,
+    Handover,
     MachineExchange,
     MachineGreeting,
     MachineReduction,
     PendingStep,
     Steps,
     arrived,
+    as_bytes,
     describe,
     until,
 )
@@ -305,7 +306,7 @@ class Collectives:
                     key = (seq, f"x {number}", self._mesh.rank)
                     sending = self._mesh.send(rank, key, host[place], is_bounded=True)
                     if host is flat:
-                        self._sending.append((span_of(flat), sending))
+                        self._sending.append((span_of(host[place]), sending))
         coming = {rank: self._from_rank(seq, rank, flat, places) for rank in sorted(sources)}
         if out is not None:
             yield arrived(self.sending_of(mixed))

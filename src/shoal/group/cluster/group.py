@@ -34,7 +34,6 @@ from shoal.core import (
     PeerId,
     Placement,
     ShoalError,
-    UsageError,
 )
 from shoal.group.base import (
     Group,
@@ -46,8 +45,11 @@ from shoal.group.base import (
     T,
     Window,
     WindowForm,
+    check_rank,
     forked,
+    has_left,
     out_of_step,
+    passed_on,
     rank_to_blame,
 )
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
@@ -141,6 +143,9 @@ def assemble(
 class ClusterGroup(Group):
     """Workers of several machines; `open_cluster_group` makes one."""
 
+    should_survive = passed_on("local", "should_survive")
+    lost: Mapping[int, Loss] = passed_on("membership", "lost")
+
     def __init__(
         self,
         machines: Sequence[Sequence[int]],
@@ -189,11 +194,6 @@ class ClusterGroup(Group):
         return self.membership.present(self.next_seq)
 
     @property
-    def lost(self) -> Mapping[int, Loss]:
-        """The peers that ended or fell silent without having left."""
-        return self.membership.lost
-
-    @property
     def split(self) -> Exception | None:
         """NetworkSplit, or PeerLost where others say so, when this worker is on the side that stops."""
         if self._breakage is None and self.membership.judge_split(self.next_seq):
@@ -217,15 +217,6 @@ class ClusterGroup(Group):
             inside.received_bytes + counter.received_bytes + sum(self.mesh.received_bytes.values()),
             waited,
         )
-
-    @property
-    def should_survive(self) -> bool:
-        """Whether all operations go on without lost peers."""
-        return self.local.should_survive
-
-    @should_survive.setter
-    def should_survive(self, value: bool) -> None:
-        self.local.should_survive = value
 
     # --- memory ---
 
@@ -251,8 +242,7 @@ class ClusterGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies from `root` inside its machine, and to the others through one worker of each."""
-        if not 0 <= root < self.size:
-            raise UsageError(f"There is no rank {root} among {self.size}.", next_step="name a member.")
+        check_rank(root, self.size)
         return self._issue("broadcast", [tensor], tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
@@ -397,10 +387,7 @@ class ClusterGroup(Group):
         """Begins with an operation on some tensors, whose steps `Collectives` makes."""
         self.check_usable()
         if self._has_left:
-            raise UsageError(
-                f"rank {self.rank} has left the group and takes part in nothing more.",
-                next_step="make it the last thing to leave or to close.",
-            )
+            raise has_left(self.rank)
         self._issued += 1
         steps = self._guarded(self._issued, self._collectives.begin(self._issued, what, *arguments))
         operation = QueuedOperation(self._issued, steps, tensors, self._staging.stream_of(tensors))

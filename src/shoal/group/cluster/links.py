@@ -18,6 +18,7 @@ operations that their receiver has begun, too. Mailbox and handles are for any t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hmac
 import logging
@@ -31,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import msgspec
 import torch
@@ -638,29 +639,11 @@ class TensorLinks:
             self._threads.start(f"shoal-send-{link.rank}", lambda: self._connect_and_send(link))
         link.put(sending)
 
-    @property
-    def num_unsent(self) -> int:
-        """How many tensors have not left yet."""
-        return sum(link.num_unsent for link in self._links.values())
-
-    @property
-    def num_sent(self) -> dict[int, int]:
-        """How many tensors have left for each rank."""
-        return {rank: link.num_sent for rank, link in self._links.items()}
-
-    @property
-    def sent_bytes(self) -> dict[int, int]:
-        """How many bytes have left for each rank."""
-        return {rank: link.sent_bytes for rank, link in self._links.items()}
-
-    @property
-    def received_bytes(self) -> dict[int, int]:
-        """How many bytes have come from each rank."""
-        return {rank: link.received_bytes for rank, link in self._links.items()}
-
-    def num_received(self, rank: int) -> int:
-        """Counts the tensors that have come from a rank."""
-        return self._links[rank].num_received
+    def count(
+        self, what: Literal["num_unsent", "num_sent", "sent_bytes", "num_received", "received_bytes"]
+    ) -> collections.Counter[int]:
+        """Counts the tensors, or bytes, that have not left yet, have left or have come, by rank."""
+        return collections.Counter({rank: getattr(link, what) for rank, link in self._links.items()})
 
     def _connect_and_send(self, link: _Link) -> None:
         give_up, wire = Deadline.after(_CONNECTING_S), None

@@ -237,7 +237,7 @@ class Mesh:
         self._departure = Departure("left", after)
 
         async def leave() -> None:
-            await poll_until(lambda: not self._links.num_unsent)
+            await poll_until(self._has_sent_all)
             self.monitor.tell(self._told_departure())
 
         self._start("leaving", leave)
@@ -275,7 +275,7 @@ class Mesh:
         if is_patient:
             try:
                 async with asyncio.timeout(_FAREWELL_S + self._silence_s):
-                    await poll_until(lambda: not self._links.num_unsent)
+                    await poll_until(self._has_sent_all)
                 self.monitor.tell(self._told_departure())
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
@@ -293,12 +293,12 @@ class Mesh:
     @property
     def sent_bytes(self) -> Mapping[int, int]:
         """What has gone to each rank, tensors and calls with their heads, without beats."""
-        return collections.Counter(self._called_bytes) + collections.Counter(self._links.sent_bytes)
+        return collections.Counter(self._called_bytes) + self._links.count("sent_bytes")
 
     @property
     def received_bytes(self) -> Mapping[int, int]:
         """What has come from each rank, likewise."""
-        return collections.Counter(self._answered_bytes) + collections.Counter(self._links.received_bytes)
+        return collections.Counter(self._answered_bytes) + self._links.count("received_bytes")
 
     # --- tensors ---
 
@@ -350,7 +350,7 @@ class Mesh:
         if rank in self.monitor.lost:
             return True
         num_sent = self.monitor.num_sent_by.get(rank, 0)
-        return rank in self.monitor.left and self._links.num_received(rank) >= num_sent
+        return rank in self.monitor.left and self._links.count("num_received")[rank] >= num_sent
 
     def _give_up(self) -> None:
         """Ends all that is received from those who are gone: in None from one that has left in order."""
@@ -405,7 +405,10 @@ class Mesh:
 
     def _told_departure(self) -> Departure:
         """Gives how this worker goes, and what the others shall have received of it by then."""
-        return msgspec.structs.replace(self._departure, num_sent=self._links.num_sent)
+        return msgspec.structs.replace(self._departure, num_sent=dict(self._links.count("num_sent")))
+
+    def _has_sent_all(self) -> bool:
+        return not any(self._links.count("num_unsent").values())
 
     async def _ask(
         self,

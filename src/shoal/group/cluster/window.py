@@ -20,7 +20,18 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
-from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, WindowForm, Write
+from shoal.group.base import (
+    Done,
+    Handle,
+    Slot,
+    Snapshot,
+    T,
+    Window,
+    WindowForm,
+    Write,
+    check_rank,
+    held_by_itself,
+)
 from shoal.group.cluster.links import flat_bytes, view_of
 from shoal.group.cluster.mesh import poll_until
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
@@ -146,10 +157,7 @@ class ClusterWindow(Window):
             return
         slot = self._slots[source]
         if slot.is_held:
-            raise UsageError(
-                f"rank {self._group.rank} waits for a slot of window {self.name!r}, which it holds itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
+            raise held_by_itself(self._group.rank, f"slot of rank {source} in window {self.name!r}")
         with slot.lock:  # a write holds it only while it is copied
             slot.is_held = True
             try:
@@ -319,8 +327,7 @@ class ClusterWindow(Window):
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
-        if not 0 <= rank < self._group.size:
-            raise UsageError(f"There is no rank {rank} among {self._group.size}.", next_step="name a member.")
+        check_rank(rank, self._group.size)
         return self._members.place_of(rank)
 
     def _check_open(self) -> None:

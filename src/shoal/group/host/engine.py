@@ -19,8 +19,8 @@ from functools import partial
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import GroupSettings, Handle, T, forked, mismatch, out_of_step, rank_to_blame
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError
+from shoal.group.base import GroupSettings, Handle, T, forked, has_left, mismatch, out_of_step, rank_to_blame
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import (
     ANNOUNCED,
@@ -310,11 +310,6 @@ class ProgressEngine:
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.size:
-            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
-
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
         return rank != self.rank and self.control.gone_after(rank) != NOT_YET
@@ -509,10 +504,7 @@ class ProgressEngine:
         if self._breakage is not None:
             raise out_of_step(self.name_of(self.rank), self._breakage)
         if self.control.get(self.rank, LEFT) != NOT_YET:
-            raise UsageError(
-                f"rank {self.name_of(self.rank)} has left the group and takes part in nothing more.",
-                next_step="make it the last thing to leave or to close.",
-            )
+            raise has_left(self.name_of(self.rank))
 
     def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None) -> str:
         line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker
@@ -586,38 +578,32 @@ def is_overlapping(some: Sequence[Span], others: Sequence[Span]) -> bool:
     return False
 
 
+@dataclass(eq=False, slots=True)
 class TasksHandle(Handle[T]):
     """An operation that consists of tasks, which end in order; `order` is called before the result."""
 
-    def __init__(
-        self,
-        engine: ProgressEngine,
-        tasks: Sequence[Task],
-        result: Callable[[], T],
-        order: Callable[[], None] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._tasks = tasks
-        self._result = result
-        self._order = order
+    engine: ProgressEngine
+    tasks: Sequence[Task]
+    result: Callable[[], T]
+    order: Callable[[], None] | None = None
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Returns the result, or raises the error of the first task that has one."""
-        for task in self._tasks:
-            self._engine.wait(task, deadline)
-        if self._order is not None:
-            self._order()
-        return self._result()
+        for task in self.tasks:
+            self.engine.wait(task, deadline)
+        if self.order is not None:
+            self.order()
+        return self.result()
 
     @property
     def present(self) -> Sequence[int]:
         """The ranks that took part in the first task, once it is over; the cluster's collectives ask."""
-        return (self._tasks[0].present if self._tasks else None) or ()
+        return (self.tasks[0].present if self.tasks else None) or ()
 
     def is_done(self) -> bool:
         """Makes progress; tells whether all tasks are complete."""
-        self._engine.progress()
-        return all(self._engine.is_complete(task) for task in self._tasks)
+        self.engine.progress()
+        return all(self.engine.is_complete(task) for task in self.tasks)
 
 
 def span_of(tensor: torch.Tensor) -> Span:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,8 @@ from shoal.group.base import (
     Loss,
     Reduction,
     WindowForm,
+    check_rank,
+    passed_on,
     rank_to_blame,
 )
 from shoal.group.functions import spread_over_ranks
@@ -107,6 +109,8 @@ def open_host_group(
 class HostGroup(Group):
     """The workers of one machine; `open_host_group` makes one."""
 
+    should_survive = passed_on("_engine", "should_survive")
+
     def __init__(
         self,
         settings: GroupSettings,
@@ -133,6 +137,11 @@ class HostGroup(Group):
         self._counter = HostTrafficCounter(engine)
         self._windows = WindowSet(engine, arena, self._counter, self._devices)
         self._is_open = True
+        self.announce = engine.announce
+        self.wait_until = engine.wait_until
+        """Waits for something else than an operation of this group, and goes on with those meanwhile."""
+        self.wake = engine.pipes.wake_self
+        """Lets `wait_until` look again; from any thread."""
 
     @property
     def members(self) -> Sequence[int]:
@@ -161,15 +170,6 @@ class HostGroup(Group):
         return GroupStats(
             self._counter.sent_bytes, self._counter.received_bytes, tuple(self._engine.waited_s)
         )
-
-    @property
-    def should_survive(self) -> bool:
-        """Whether all operations go on without lost peers."""
-        return self._engine.should_survive
-
-    @should_survive.setter
-    def should_survive(self, value: bool) -> None:
-        self._engine.should_survive = value
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
@@ -215,7 +215,7 @@ class HostGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the root's tensor to all, in place."""
-        self._engine.check_rank(root)
+        check_rank(root, self.size)
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         return self._collectives(tensor).broadcast(tensor, root, words)
@@ -271,20 +271,6 @@ class HostGroup(Group):
                 sources_of = agree_on_sources(self, form, sources)
         return HostWindow(self, form, sources_of, self._windows)
 
-    def wait_until(
-        self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
-    ) -> None:
-        """Waits for something else than an operation of this group, and goes on with those meanwhile."""
-        self._engine.wait_until(is_done, deadline, what, whom)
-
-    def wake(self) -> None:
-        """Lets `wait_until` look again; from any thread."""
-        self._pipes.wake_self()
-
-    def announce(self, num_operations: int) -> None:
-        """Says that this worker will issue so many operations next; see `functions.announce`."""
-        self._engine.announce(num_operations)
-
     def progress(self) -> None:
         """Arrives and works as far as the others allow."""
         self._engine.progress()
@@ -296,8 +282,11 @@ class HostGroup(Group):
         """
         if not self._engine.is_usable or self._control.gone_after(self.rank) != NOT_YET:
             return
+        engine, pending = self._engine, self._windows.pending
         with contextlib.suppress(ShoalError):
-            self._engine.wait_until(self._is_idle, Deadline.after(_LEAVING_S), "leave")
+            engine.wait_until(
+                lambda: not (engine.is_busy or pending.is_busy), Deadline.after(_LEAVING_S), "leave"
+            )
             is_drained = self._devices.drain()
             self._engine.wait_until(is_drained, Deadline.after(_LEAVING_S), "leave")
         self._drop()
@@ -336,9 +325,6 @@ class HostGroup(Group):
         counted = self._counter.sent_bytes, self._counter.received_bytes
         yield
         self._counter.sent_bytes, self._counter.received_bytes = counted
-
-    def _is_idle(self) -> bool:
-        return not (self._engine.is_busy or self._windows.pending.is_busy)
 
     def _drop(self) -> None:
         self._engine.drop()

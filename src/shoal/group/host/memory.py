@@ -198,22 +198,18 @@ class Arena(MappedMemory[FileSegment]):
 
     def __init__(self, files: Sequence[int], rank: int, num_ranks: int) -> None:
         super().__init__()
-        self._files = list(files)
+        self.files = list(files)
+        """Descriptors, best first; ranges of bytes of the first one serve as locks."""
         self._rank = rank
         self._num_ranks = num_ranks
-        for descriptor in self._files:
+        for descriptor in self.files:
             close_in_children(descriptor)
-
-    @property
-    def lock_file(self) -> int:
-        """The descriptor of the file whose ranges of bytes serve as locks."""
-        return self._files[0]
 
     def grow(self, region_bytes: int) -> MemoryRange:
         """Takes pages for a region of each rank; MemoryFull when no file has room."""
         size = region_bytes * self._num_ranks
         full: list[str] = []
-        for index, descriptor in enumerate(self._files):
+        for index, descriptor in enumerate(self.files):
             offset = os.fstat(descriptor).st_size
             try:
                 if hasattr(os, "posix_fallocate"):
@@ -244,7 +240,7 @@ class Arena(MappedMemory[FileSegment]):
     def map(self, place: MemoryRange) -> FileSegment:
         """Maps a segment; its pages are looked up at once, not one by one in the first round."""
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if sys.platform == "linux" else 0)
-        memory = mmap.mmap(self._files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
+        memory = mmap.mmap(self.files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
         segment = FileSegment(place, memory, self._rank, self._num_ranks)
         self._segments.append(segment)
         return segment
@@ -252,10 +248,10 @@ class Arena(MappedMemory[FileSegment]):
     def close(self) -> None:
         """Closes the files; what is mapped stays for as long as there are tensors in it."""
         self._segments.clear()
-        for descriptor in self._files:
+        for descriptor in self.files:
             keep_in_children(descriptor)
             os.close(descriptor)
-        self._files.clear()
+        self.files.clear()
 
 
 def _describe_full(descriptor: int) -> str:

@@ -29,13 +29,25 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, WindowForm, Write
+from shoal.group.base import (
+    Done,
+    Group,
+    Handle,
+    Slot,
+    Snapshot,
+    T,
+    Window,
+    WindowForm,
+    Write,
+    check_rank,
+    held_by_itself,
+)
 from shoal.group.functions import share
 from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
@@ -282,17 +294,11 @@ class HostWindow(Window):
         """
         self._check_open()
         index, table = self._published, self._shared.publications
-        if index is None:
-            raise UsageError(
-                f"Nothing is published in window {self.name!r}, so it cannot be changed.",
-                next_step="publish it first.",
-            )
-        *what, _, before = table.record(self._rank, index)
-        if version < before:
-            raise UsageError(
-                f"{self.name!r} is of version {before} and cannot become {version}.",
-                next_step="count upwards.",
-            )
+        record = None if index is None else table.record(self._rank, index)
+        self._check_change(None if record is None else record[-1], version)
+        assert index is not None
+        assert record is not None
+        *what, _, before = record
         self._engine.check_usable()
         table.set_change(index, _WANTED)
         taken: list[tuple[int, int]] = []
@@ -316,7 +322,7 @@ class HostWindow(Window):
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
-        self._engine.check_rank(peer)
+        check_rank(peer, self._engine.size)
         snapshot = None if self._engine.is_gone(peer) else self._shared.publications.fetch(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
@@ -325,9 +331,13 @@ class HostWindow(Window):
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copies from the peer's memory in this worker's own thread, while nobody changes it."""
         self._check_open()
-        self._engine.check_rank(peer)
+        check_rank(peer, self._engine.size)
         into = into.detach()
-        table, locks = self._shared.publications, self._shared.locks
+        table, locks, publication = (
+            self._shared.publications,
+            self._shared.locks,
+            self._engine.control.publication,
+        )
 
         def attempt() -> list[int | None] | None:
             if self._engine.is_gone(peer):
@@ -341,10 +351,10 @@ class HostWindow(Window):
                 return [copy_out(found, into, self.name)]
             lock = _lock_of(peer, found.index) + self._rank
             # one that waits to change it comes first: readers alone would never let it
-            if table.change(peer, found.index) != _SETTLED or not locks.try_take(lock):
+            if publication(peer, found.index)[_CHANGE] != _SETTLED or not locks.try_take(lock):
                 return None
             try:
-                if table.change(peer, found.index) == _CHANGING:
+                if publication(peer, found.index)[_CHANGE] == _CHANGING:
                     return None  # it has ended in the midst of it
                 # only what is found under the lock stays as it is
                 held = table.newest(peer, self._key)
@@ -432,8 +442,8 @@ class HostWindow(Window):
 
     def _cell(self, owner: int, source: int) -> SlotCell:
         self._check_open()
-        self._engine.check_rank(owner)
-        self._engine.check_rank(source)
+        check_rank(owner, self._engine.size)
+        check_rank(source, self._engine.size)
         if (owner, source) not in self._cells:
             raise self._no_slot(self._engine.name_of(owner), self._engine.name_of(source))
         return self._cells[owner, source]
@@ -444,10 +454,7 @@ class HostWindow(Window):
         what = f"slot of rank {engine.name_of(source)} in window {self.name!r}"
         engine.check_usable()
         if locks.is_held_here(cell.lock):
-            raise UsageError(
-                f"rank {engine.name_of(self._rank)} waits for {what}, which it holds itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
+            raise held_by_itself(engine.name_of(self._rank), what)
         is_taken = locks.try_take(cell.lock)
 
         def try_again() -> bool:
@@ -490,19 +497,19 @@ class HostWindow(Window):
             self._shared.locks.release(*taken.pop())
 
 
+@dataclass(eq=False)
 class WindowSet:
     """What all windows of one worker share: locks, operations that wait, and the table of publications."""
 
-    def __init__(
-        self, engine: ProgressEngine, arena: Arena, counter: HostTrafficCounter, devices: DeviceMemory
-    ) -> None:
-        self.engine = engine
-        self.arena = arena
-        self.counter = counter
-        self.devices = devices
-        self.locks = FileLocks(arena.lock_file)
-        self.pending = PendingWrites(engine)
-        self.publications = PublicationTable(engine, arena, devices)
+    engine: ProgressEngine
+    arena: Arena
+    counter: HostTrafficCounter
+    devices: DeviceMemory
+
+    def __post_init__(self) -> None:
+        self.locks = FileLocks(self.arena.files[0])
+        self.pending = PendingWrites(self.engine)
+        self.publications = PublicationTable(self.engine, self.arena, self.devices)
 
 
 class PublicationTable:
@@ -514,6 +521,7 @@ class PublicationTable:
     """
 
     def __init__(self, engine: ProgressEngine, arena: Arena, devices: DeviceMemory) -> None:
+        self._engine = engine
         self._rank = engine.rank
         self._arena = arena
         self._devices = devices
@@ -588,10 +596,6 @@ class PublicationTable:
         """Says whether this worker is about to change what it has published, or in the midst of it."""
         self._control.set_publication(index, _CHANGE, state)
 
-    def change(self, peer: int, index: int) -> int:
-        """Reads whether a peer changes what it has published."""
-        return self._control.publication(peer, index)[_CHANGE]
-
     def fetch(self, peer: int, key: int) -> Snapshot | None:
         """Finds the newest of a peer's; one on a device is claimed, and nobody writes over it."""
         for _ in range(_LOOKS):
@@ -629,15 +633,11 @@ class PublicationTable:
             if is_told and is_whole:
                 segment, offset = (self._devices if place >= DEVICE_CODE else self._arena).at(place)
                 tensor = segment.region(peer, offset, num_elements, DTYPES[dtype])
-                return _SharedSnapshot(self, peer, index, words[_OPENED], number, peer, version, tensor)
+                return _SharedSnapshot(
+                    self._engine, peer, index, words[_OPENED], number, peer, version, tensor
+                )
             self._pipes.take_in()
         return None
-
-    def is_intact(self, snapshot: _SharedSnapshot) -> bool:
-        """Tells whether a publication was neither reclaimed nor closed."""
-        self._pipes.take_in()
-        words = self._control.publication(snapshot.owner, snapshot.index)
-        return words[_OPENED] == snapshot.opened and words[_RECLAIMED] < snapshot.version
 
     def record(self, peer: int, index: int) -> list[int]:
         """Reads the newer record of an entry."""
@@ -665,7 +665,7 @@ class PublicationTable:
 
 @dataclass(eq=False)
 class _SharedSnapshot(Snapshot):
-    table: PublicationTable
+    engine: ProgressEngine
     owner: int
     """Whose table it is in; `rank` may be another one, where this is a machine's group in a larger one."""
     index: int
@@ -681,7 +681,9 @@ class _SharedSnapshot(Snapshot):
     def is_intact(self) -> bool:
         if self.end_claim is not None and self.end_claim():
             return True
-        return self.table.is_intact(self)
+        self.engine.pipes.take_in()
+        words = self.engine.control.publication(self.owner, self.index)
+        return words[_OPENED] == self.opened and words[_RECLAIMED] < self.version  # not closed, nor reclaimed
 
 
 class _HostSlot(Slot):
@@ -750,38 +752,38 @@ class PendingWrites:
                 pending.error = UsageError(why, next_step="wait for its handle first.")
 
 
-class _PendingWrite(Handle[T], Generic[T]):
-    def __init__(self, engine: ProgressEngine, what: str, attempt: Attempt[T]) -> None:
-        self.error: ShoalError | None = None
-        self._engine = engine
-        self._what = what
-        self._attempt = attempt
-        self._result: list[T] | None = None
+@dataclass(eq=False, slots=True)
+class _PendingWrite(Handle[T]):
+    engine: ProgressEngine
+    what: str
+    attempt: Attempt[T]
+    result: list[T] | None = None
+    error: ShoalError | None = None
 
     def try_again(self) -> bool:
         """Makes one more attempt; tells whether it is over."""
         if not self._is_over():
             try:
-                self._result = self._attempt()
+                self.result = self.attempt()
             except ShoalError as error:
                 self.error = error
         return self._is_over()
 
     def wait(self, deadline: Deadline | None = None) -> T:
         if not self.is_done():
-            self._engine.wait_until(self._is_over, deadline, self._what)
+            self.engine.wait_until(self._is_over, deadline, self.what)
         if self.error is not None:
             raise self.error
-        assert self._result is not None
-        return self._result[0]
+        assert self.result is not None
+        return self.result[0]
 
     def is_done(self) -> bool:
         if not self._is_over():
-            self._engine.progress()  # which tries those before it, too
+            self.engine.progress()  # which tries those before it, too
         return self._is_over()
 
     def _is_over(self) -> bool:
-        return self._result is not None or self.error is not None
+        return self.result is not None or self.error is not None
 
 
 class FileLocks:
