@@ -93,22 +93,6 @@ def memory_bytes(slot: Slot) -> int:
     return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
 
 
-def refusal(slot: Slot, now_s: float, settings: DHTSettings) -> Verdict | None:
-    """Why nobody would keep a slot, whatever else there is; None when somebody might.
-
-    Its writer's clock may be ahead by as much as clocks may differ.
-    """
-    lifetime_s = slot.expires_at_s - now_s
-    if not lifetime_s > 0:  # NaN is over too
-        return Verdict.EXPIRED
-    if lifetime_s > settings.max_lifetime_s + settings.max_clock_gap_s:
-        return Verdict.TOO_LONG
-    around_bytes = len(slot.subkey) + len(slot.owner) + len(slot.signature)
-    if max(len(slot.value), around_bytes) > settings.max_value_bytes or len(slot.subkey) > MAX_SUBKEY_BYTES:
-        return Verdict.TOO_LARGE
-    return None
-
-
 class HeldRecord:
     """What is held under one key."""
 
@@ -154,10 +138,17 @@ class ExpiringSlots:
     def __contains__(self, key: bytes) -> bool:
         return key in self.held
 
-    def slots(self, key: bytes) -> list[Slot]:
-        """What is held under a key, some perhaps over."""
+    def get(self, key: bytes, now_s: float, *, is_use: bool = False) -> list[Slot]:
+        """The live slots of a key: one plain value, or all subkeys; empty when there is nothing.
+
+        A use makes what is cached due for refresh before it expires.
+        """
+        self.expire(now_s)
         held = self.held.get(key)
-        return [] if held is None else slots_of(held.contents)
+        if held is None:
+            return []
+        held.is_used |= is_use
+        return slots_of(held.contents)
 
     def coordinates(self, key: bytes, now_s: float) -> Sequence[int]:
         """The live subkeys of a key that are coordinates, ascending; to be read only.
@@ -172,17 +163,22 @@ class ExpiringSlots:
             held.coordinates = coordinates_of(slots_of(held.contents))
         return held.coordinates
 
-    def displaced(self, key: bytes, slot: Slot) -> list[Slot]:
-        """The slots whose place it would take."""
-        held = self.held.get(key)
-        return [] if held is None else displaced(held.contents, slot)
-
     def judge(self, key: bytes, slot: Slot, now_s: float) -> tuple[Verdict, list[Slot]]:
-        """Whether the rules let a slot in, and the slots whose place it would take; room is not looked at."""
-        refused = refusal(slot, now_s, self._settings)
-        if refused is not None:
-            return refused, []
-        replaced = self.displaced(key, slot)
+        """Whether the rules let a slot in, and the slots whose place it would take; room is not looked at.
+
+        Its writer's clock may be ahead by as much as clocks may differ.
+        """
+        settings, lifetime_s = self._settings, slot.expires_at_s - now_s
+        if not lifetime_s > 0:  # NaN is over too
+            return Verdict.EXPIRED, []
+        if lifetime_s > settings.max_lifetime_s + settings.max_clock_gap_s:
+            return Verdict.TOO_LONG, []
+        around_bytes = len(slot.subkey) + len(slot.owner) + len(slot.signature)
+        largest_bytes = max(len(slot.value), around_bytes)
+        if largest_bytes > settings.max_value_bytes or len(slot.subkey) > MAX_SUBKEY_BYTES:
+            return Verdict.TOO_LARGE, []
+        held = self.held.get(key)
+        replaced = displaced(held.contents if held is not None else None, slot)
         return judge(replaced, slot), replaced
 
     def put(self, key: bytes, slot: Slot, now_s: float, replaced: Sequence[Slot]) -> HeldRecord:
@@ -235,17 +231,6 @@ class ExpiringSlots:
         while heap and not self._is_current(heap[0]):
             heapq.heappop(heap)
         return heap[0][1] if heap else None
-
-    def expiring(self, until_s: float) -> list[bytes]:
-        """Keys of which a slot expires by then, the soonest first."""
-        heap = self._by_expiration
-        found, places = [], [0]
-        for at in places:  # down from the root of the heap, while entries are soon enough
-            if at < len(heap) and heap[at][0] <= until_s:
-                places += (2 * at + 1, 2 * at + 2)
-                if self._is_current(heap[at]):
-                    found.append(heap[at])
-        return list(dict.fromkeys(key for _, key, _ in sorted(found)))
 
     def _is_current(self, entry: tuple[float, bytes, bytes]) -> bool:
         """Whether an entry of the index is of a slot that is still held."""
@@ -302,11 +287,6 @@ class Storage(ExpiringSlots):
             else:
                 heapq.heappush(self._by_distance, -(number_of(key) ^ self._own))
         return Verdict.STORED
-
-    def get(self, key: bytes, now_s: float) -> list[Slot]:
-        """The live slots of a key: one plain value, or all subkeys; empty when there is nothing."""
-        self.expire(now_s)
-        return self.slots(key)
 
     def keys(self) -> list[bytes]:
         """All keys in the order in which they came, some perhaps over."""
@@ -365,11 +345,11 @@ class Cache(ExpiringSlots):
     those who call it.
     """
 
-    __slots__ = ("_absent",)
+    __slots__ = ("absent",)
 
     def __init__(self, settings: DHTSettings) -> None:
         super().__init__(settings)
-        self._absent: dict[bytes, float] = {}
+        self.absent: dict[bytes, float] = {}
         """When markers end, the one that was set last at the end."""
 
     def __len__(self) -> int:
@@ -402,28 +382,20 @@ class Cache(ExpiringSlots):
             held.is_used = held.is_named = False
         return verdict
 
-    def get(self, key: bytes, now_s: float, *, is_use: bool = False) -> list[Slot]:
-        """The live slots of a key. A use makes it due for refresh before it expires."""
-        self.expire(now_s)
-        held = self.held.get(key)
-        if held is None:
-            return []
-        held.is_used |= is_use
-        return slots_of(held.contents)
-
     def due_for_refresh(self, now_s: float, before_s: float) -> list[bytes]:
         """Keys that expire within `before_s` and were used since something new was cached for them.
 
         The soonest is first, and each is named once.
         """
         self.expire(now_s)
-        due = []
-        for key in self.expiring(now_s + before_s):
-            held = self.held[key]
+        soon = (entry for entry in self._by_expiration if entry[0] <= now_s + before_s)
+        due = {}
+        for entry in sorted(filter(self._is_current, soon)):
+            held = self.held[entry[1]]
             if held.is_used and not held.is_named:
                 held.is_named = True
-                due.append(key)
-        return due
+                due[entry[1]] = None
+        return list(due)
 
     def forget(self, key: bytes) -> None:
         """Drop what is cached under a key, its marker of absence too."""
@@ -435,29 +407,24 @@ class Cache(ExpiringSlots):
         """Remember that nothing was found, unless something is cached."""
         if key in self.held:
             return
-        self._absent.pop(key, None)
-        if len(self._absent) >= self._settings.max_cached:
-            del self._absent[next(iter(self._absent))]
-        self._absent[key] = until_s
+        self.absent.pop(key, None)
+        if len(self.absent) >= self._settings.max_cached:
+            del self.absent[next(iter(self.absent))]
+        self.absent[key] = until_s
 
     def is_absent(self, key: bytes, now_s: float) -> bool:
         """Whether a live marker says that nothing was found."""
-        until_s = self._absent.get(key)
+        until_s = self.absent.get(key)
         if until_s is None:
             return False
         if until_s > now_s:
             return True
-        del self._absent[key]
+        del self.absent[key]
         return False
 
     def forget_absence(self, key: bytes) -> None:
         """End a marker: something was stored there."""
-        self._absent.pop(key, None)
-
-    @property
-    def num_absent(self) -> int:
-        """How many markers there are, some perhaps over."""
-        return len(self._absent)
+        self.absent.pop(key, None)
 
 
 class PushedCache(Cache):
