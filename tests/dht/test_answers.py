@@ -29,6 +29,7 @@ from shoal.dht.wire import (
     StoreAnswer,
     Want,
     number_of,
+    pack_coordinates,
     reach_of,
 )
 
@@ -149,7 +150,7 @@ def test_each_kind_of_look_up_gets_what_it_is_for():
         assert len(kinds[Kind.VALUE].slots) == len(kinds[Kind.LATEST].slots) == 2
         assert not kinds[Kind.VALUE].near
         assert kinds[Kind.LATEST].near
-        assert kinds[Kind.COORDINATES].coordinates == b"\x05"
+        assert kinds[Kind.COORDINATES].coordinates == pack_coordinates([3])
         assert not kinds[Kind.COORDINATES].slots
 
     in_world(work, 5)
@@ -413,7 +414,7 @@ def test_bytes_of_any_kind_do_no_harm():
 def test_odd_numbers_do_no_harm():
     async def work(swarm, one, liar):
         for number in (-(2**63), -1, 2**63, 2**64 - 1):
-            found = await send_find(liar, one, Want(KEY, number % 7, number, number % 2**63), port=number)
+            found = await send_find(liar, one, Want(KEY, number % 7, number), port=number)
             assert len(found.findings) == 1
         for until_s in (float("nan"), float("inf"), float("-inf"), -1.0):
             assert await send_store(liar, one, Store(0, [], False, [KEY], until_s)) == []

@@ -64,7 +64,6 @@ from shoal.dht.wire import (
     StoreAnswer,
     Want,
     number_of,
-    pack_page,
     resolved,
     size_of,
     tag_of,
@@ -309,14 +308,14 @@ class DHTProtocol:
         if len(wants) > MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
             raise PeerRefused(f"a find takes at most {MAX_WANTS} keys of {ID_BYTES} bytes.")
         self._admit(head.peer, head.payload.port, cost_of_find(len(wants)))
-        wall_s, asker = self.wall_s(), _number(head.peer.id)
+        wall_s, asker = self.wall_s(), _number_of(head.peer)
         contacts: dict[bytes, int] = {}
         findings = []
         left_bytes = _MAX_SLOTS_BYTES
         for want in wants:
             finding, size_bytes = self._finding(want, asker, wall_s, contacts)
             if size_bytes > left_bytes and len(wants) > 1:
-                near = finding.near or self._near_indexes(want.key, want.reach, asker, contacts)
+                near = finding.near or _indexes(self._near(want.key, want.reach, asker), contacts)
                 finding, size_bytes = Finding(State.TOO_LARGE, near), 0
             left_bytes -= size_bytes
             findings.append(finding)
@@ -327,18 +326,18 @@ class DHTProtocol:
     ) -> tuple[Finding, int]:
         """What there is of a key, and how many bytes of an answer's room that takes."""
         key, kind = want.key, want.kind
+        slots: list[Slot] = []
+        coordinates = b""
         if kind == Kind.COORDINATES:
-            near = self._near_indexes(key, want.reach, asker, contacts)
-            if coordinates := self.records.coordinates(key, wall_s):
-                page, has_more = pack_page(coordinates, want.after)
-                return Finding(State.HERE, near, [], page, has_more), len(page)
-        else:
-            slots = self.records.get(key, wall_s) if kind != Kind.PEERS else []
+            coordinates = self.records.coordinates(key, wall_s)
+        elif kind != Kind.PEERS:
+            slots = self.records.get(key, wall_s)
             if slots and kind == Kind.VALUE:
                 return Finding(State.HERE, b"", slots), sum(map(size_of, slots))
-            near = self._near_indexes(key, want.reach, asker, contacts)
-            if slots:
-                return Finding(State.HERE, near, slots), sum(map(size_of, slots))
+        near = _indexes(self._near(key, want.reach, asker), contacts)
+        if slots or coordinates:
+            size_bytes = len(coordinates) + sum(map(size_of, slots))
+            return Finding(State.HERE, near, slots, coordinates), size_bytes
         is_absent = kind != Kind.PEERS and self.records.cache.is_absent(key, wall_s)
         return Finding(State.ABSENT if is_absent else State.NOTHING, near), 0
 
@@ -359,7 +358,7 @@ class DHTProtocol:
             if len(key) == ID_BYTES and not records.storage.get(key, wall_s):
                 records.cache.mark_absent(key, until_s)
         contacts: dict[bytes, int] = {}
-        near = [self._unknown(item, head.peer.id, contacts) if item.reach else b"" for item in store.items]
+        near = [self._unknown(item, head.peer, contacts) if item.reach else b"" for item in store.items]
         return _reply(StoreAnswer(verdicts, list(contacts), near if contacts else []))
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
@@ -399,15 +398,12 @@ class DHTProtocol:
             if (contact.number ^ number) >> REACH_SHIFT < reach and contact.number != asker
         ]
 
-    def _near_indexes(self, key: bytes, reach: int, asker: int, contacts: dict[bytes, int]) -> bytes:
-        return _indexes(self._near(key, reach, asker), contacts)
-
-    def _unknown(self, item: Item, asker: PeerId | None, contacts: dict[bytes, int]) -> bytes:
+    def _unknown(self, item: Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
         """Peers that an item should be brought to and is not."""
         if len(item.key) != ID_BYTES:
             return b""
         known = {item.known[at : at + TAG_BYTES] for at in range(0, len(item.known), TAG_BYTES)}
-        near = self._near(item.key, item.reach, _number(asker))
+        near = self._near(item.key, item.reach, _number_of(asker))
         return _indexes([contact for contact in near if tag_of(contact.packed) not in known], contacts)
 
     # --- who is there ---
@@ -454,14 +450,8 @@ class DHTProtocol:
         """Ping a peer in the background, to see whether it is still there."""
         if contact in self._checked or self.is_backed_off(contact):
             return
-        if self.start_soon(self._check_in_background(contact), "dht ping"):
+        if self.start_soon(self.check(contact), "dht ping"):
             self._checked[contact] = None
-
-    async def _check_in_background(self, contact: Contact) -> None:
-        try:
-            await self.check(contact)
-        finally:
-            self._checked.pop(contact, None)
 
     async def check(self, contact: Contact) -> None:
         """Ping a peer; the table is told when it is not there any more."""
@@ -471,6 +461,8 @@ class DHTProtocol:
             pass  # it is there
         except ShoalError:
             self.table.on_failed(contact, self.now_s())
+        finally:
+            self._checked.pop(contact, None)
 
     def start_soon(self, work: Coroutine[Any, Any, object], name: str) -> bool:
         """Do something in the background; False when too much is being done there already."""
@@ -500,8 +492,8 @@ def _allocate(head: Head) -> list[bytearray]:
     return [bytearray(size_bytes) for size_bytes in head.sizes]
 
 
-def _number(peer_id: PeerId | None) -> int:
-    return number_of(peer_id.digest) if peer_id is not None else -1
+def _number_of(peer: Peer) -> int:
+    return number_of(peer.id.digest) if peer.id is not None else -1
 
 
 def _indexes(near: Sequence[Contact], contacts: dict[bytes, int]) -> bytes:
@@ -540,29 +532,28 @@ class RequestLimits:
     """
 
     def __init__(self, settings: DHTSettings) -> None:
+        rates = (settings.max_messages_a_s, settings.max_records_a_s)
+        self._messages, self._records = (RateLimiter(rate, BURST_S * rate) for rate in rates)
         self._settings = settings
-        self._messages = RateLimiter(settings.max_messages_a_s, BURST_S * settings.max_messages_a_s)
-        self._records = RateLimiter(settings.max_records_a_s, BURST_S * settings.max_records_a_s)
 
     def take_messages(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has asked too often."""
         if wait_s := self._messages.take(_asker_of(peer.address), num, now_s):
-            what = f"{peer} asks more than {self._settings.max_messages_a_s:g} times a second"
-            raise _too_much(what, wait_s, "max_messages_a_s")
+            raise _too_much(f"{peer} asks", self._settings.max_messages_a_s, "times", wait_s)
 
     def take_records(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has stored too much."""
         if wait_s := self._records.take(_asker_of(peer.address), num, now_s):
-            what = f"{peer} stores more than {self._settings.max_records_a_s:g} records a second"
-            raise _too_much(what, wait_s, "max_records_a_s")
+            raise _too_much(f"{peer} stores", self._settings.max_records_a_s, "records", wait_s)
 
 
 def _asker_of(address: Address) -> Address | str:
     return address if is_loopback(address.host) else address.host
 
 
-def _too_much(what: str, wait_s: float, setting: str) -> PeerBusy:
+def _too_much(who: str, limit_a_s: float, what: str, wait_s: float) -> PeerBusy:
+    setting = "max_messages_a_s" if what == "times" else "max_records_a_s"
     return PeerBusy(
-        f"{what}, with others at its host.",
+        f"{who} more than {limit_a_s:g} {what} a second, with others at its host.",
         next_step=f"wait for {wait_s:.2g} s, or raise {setting} in the DHT's settings of the peer asked.",
     )

@@ -23,11 +23,9 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Slot, merge
 from shoal.dht.wire import (
     ANYWHERE,
-    BEFORE_ALL,
     MAX_CONTACTS,
     MAX_STORE_BYTES,
     MAX_WANTS,
-    PAGE_BYTES,
     Contact,
     Finding,
     Found,
@@ -37,7 +35,7 @@ from shoal.dht.wire import (
     Want,
     reach_of,
     size_of,
-    unpack_page,
+    unpack_coordinates,
 )
 
 T = TypeVar("T")
@@ -49,7 +47,6 @@ _MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
 _MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
 _ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know
 _MARKED_AT = 3  # peers that are told of an absence
-_MAX_PAGES = 256
 _HEARSAY_SEEDS = 4  # peers that were only heard of do not displace those that were seen: they may be invented
 _MAX_HEARSAY = 16  # look-ups of larger batches leave no hearsay behind: there would be too much of it
 _SECOND_CHANCE_S = 0.5
@@ -135,8 +132,6 @@ class Lookup:
         self.replicas: list[tuple[Contact, list[Slot]]] = []
         """Peers that hold the value, and what each holds."""
         self.coordinates: list[int] = []
-        self.after = BEFORE_ALL
-        self.has_more_at: Contact | None = None
         self.is_alone = False
         """Whether its value is so large that no other key may share its requests."""
         self.is_done = False
@@ -153,9 +148,6 @@ class Lookup:
         self._depths: dict[bytes, int] = {}
         self._reaches: dict[bytes, int] = {}  # how near the peers were that each was last asked for
         self._absent: dict[bytes, None] = {}
-        self._afters: dict[bytes, int] = {}  # where the page began that each was last asked for
-        self._pagers: dict[bytes, None] = {}  # those that have coordinates, of which no page was taken
-        self._num_pages = 0
         self._has_answer = False
         self._has_witnesses = False
 
@@ -186,13 +178,6 @@ class Lookup:
         """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
         if self.is_done:
             return []
-        if self.has_more_at is not None:
-            progress = self._progress.get(self.has_more_at.packed)
-            if progress is AskState.ANSWERED:
-                return [self.has_more_at] if self.num_asked == 0 else []
-            if progress is AskState.ASKED:
-                return []
-            self._restart_pages()
         if not self._has_answer:
             parallel = self.first_parallel
         chosen: list[Contact] = []
@@ -247,8 +232,7 @@ class Lookup:
         if len(self.near) >= self.width and contact.packed not in self._reaches:
             reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
         self._reaches[contact.packed] = reach
-        self._afters[contact.packed] = self.after
-        return Want(self.key, self.kind, reach, self.after)
+        return Want(self.key, self.kind, reach)
 
     # --- what came of it ---
 
@@ -287,8 +271,6 @@ class Lookup:
         if self._progress.get(contact.packed) is AskState.ASKED:
             self.num_asked -= 1
         self._progress[contact.packed] = AskState.FAILED
-        if self.has_more_at is contact:
-            self._restart_pages()
         entry = (contact.number ^ self.number, contact)
         if entry in self.near:
             self.near.remove(entry)
@@ -312,7 +294,12 @@ class Lookup:
                 self.is_alone = True
                 del self._progress[contact.packed]
         elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
-            self._on_page(contact, finding, depth)
+            try:
+                self.coordinates = unpack_coordinates(finding.coordinates)
+            except ValueError:
+                self.on_failed(contact)
+            if self.coordinates:
+                self._finish(depth)
         elif self.near and contact == self.near[0][1]:
             self.hops = depth
 
@@ -327,36 +314,6 @@ class Lookup:
         distance = self.replicas[0][0].number ^ self.number
         nearer = itertools.takewhile(lambda entry: entry[0] < distance, self.near)
         return [contact for _, contact in nearer if self._progress.get(contact.packed) is AskState.ANSWERED]
-
-    def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
-        """One peer's pages follow each other; what others tell meanwhile, or too late, is left."""
-        is_of_another = self.has_more_at is not None and self.has_more_at != contact
-        if is_of_another or self._afters.get(contact.packed) != self.after:
-            self._pagers[contact.packed] = None
-            return
-        try:
-            page = unpack_page(finding.coordinates[:PAGE_BYTES], self.after)
-        except ValueError:
-            self.on_failed(contact)
-            return
-        self.coordinates += page
-        self._num_pages += 1
-        if finding.has_more and page and self._num_pages < _MAX_PAGES:
-            self.has_more_at = contact
-            self.after = page[-1]
-            self._pagers.pop(contact.packed, None)
-        elif self.coordinates:
-            self._finish(depth)
-
-    def _restart_pages(self) -> None:
-        """Who had more pages does not go on: ask the others that have some from the first page on."""
-        self.has_more_at = None
-        self.coordinates.clear()
-        self.after = BEFORE_ALL
-        for packed in self._pagers:
-            if self._progress.get(packed) is AskState.ANSWERED:
-                del self._progress[packed]
-        self._pagers.clear()
 
     def _finish(self, depth: int) -> None:
         self.hops = depth

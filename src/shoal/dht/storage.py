@@ -26,7 +26,7 @@ from shoal.dht.records import (
 )
 from shoal.dht.settings import DHTSettings
 from shoal.dht.validation import Validator
-from shoal.dht.wire import coordinates_of, number_of
+from shoal.dht.wire import coordinates_of, number_of, pack_coordinates
 
 PUSHED_S = 300.0
 """How long a copy that another peer has left is kept at most."""
@@ -64,10 +64,10 @@ class LocalRecords:
                 contents = place(contents, slot)
         return slots_of(contents)
 
-    def coordinates(self, key: bytes, wall_s: float) -> Sequence[int]:
-        """Numbers among the live subkeys of a key, ascending; to be read only."""
+    def coordinates(self, key: bytes, wall_s: float) -> bytes:
+        """The numbers among the live subkeys of a key, packed; nothing where there are none."""
         if self.cache.get(key, wall_s) or self.pushed.get(key, wall_s):
-            return coordinates_of(self.get(key, wall_s))
+            return pack_coordinates(coordinates_of(self.get(key, wall_s)))
         return self.storage.coordinates(key, wall_s)
 
     def store(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
@@ -101,8 +101,8 @@ class HeldRecord:
     def __init__(self, contents: Contents, stored_at_s: float) -> None:
         self.contents = contents
         self.stored_at_s = stored_at_s
-        self.coordinates: list[int] | None = None
-        """Those of `contents`, once they were asked for."""
+        self.coordinates: bytes | None = None
+        """Those of `contents`, packed, once they were asked for."""
         self.is_used = False
         """In a cache: read since something new came."""
         self.is_named = False
@@ -150,17 +150,14 @@ class ExpiringSlots:
         held.is_used |= is_use
         return slots_of(held.contents)
 
-    def coordinates(self, key: bytes, now_s: float) -> Sequence[int]:
-        """The live subkeys of a key that are coordinates, ascending; to be read only.
-
-        They are remembered while they stay the same.
-        """
+    def coordinates(self, key: bytes, now_s: float) -> bytes:
+        """The live subkeys of a key that are coordinates, packed, which is done once while they stay so."""
         self.expire(now_s)
         held = self.held.get(key)
         if held is None:
-            return ()
+            return b""
         if held.coordinates is None:
-            held.coordinates = coordinates_of(slots_of(held.contents))
+            held.coordinates = pack_coordinates(coordinates_of(slots_of(held.contents)))
         return held.coordinates
 
     def judge(self, key: bytes, slot: Slot, now_s: float) -> tuple[Verdict, list[Slot]]:
