@@ -11,7 +11,7 @@ from dht.signing import sign
 from shoal.core import Address, Peer, PeerId
 from shoal.core.identity import Identity
 from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
-from shoal.dht.validation import Ownership, reserved_key, sign_many
+from shoal.dht.validation import Validator, reserved_key, sign_many
 from shoal.dht.wire import (
     ABOUT,
     FIND,
@@ -135,7 +135,7 @@ def test_signatures_are_these_bytes():
         together[2].signature.hex()
         == "39c26a0c7f3a74587f1c060970caa717201b5e059f34e076f01cb027381f7370006d50a5d2c8d0763b6240b234d1683c4e2f8d4fc8292cb5188e19800b355b0d0275501b7665621467880830b82b57b1bff0fc95bb1fe9a0a7b689b0441774d487"
     )
-    checker = Ownership()
+    checker = Validator()
     assert checker.check(KEY, alone) is None
     assert [checker.check(key, slot) for (key, _), slot in zip(unsigned, together, strict=True)] == [None] * 3
 

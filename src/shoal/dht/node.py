@@ -151,7 +151,7 @@ class DHT:
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
-        self.protocol.validator.schemas.add(schema)
+        self.protocol.validator.add_schema(schema)
 
     # --- storing ---
 

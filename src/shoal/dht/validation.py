@@ -46,19 +46,47 @@ from shoal.dht.records import (
 from shoal.dht.settings import DHTSettings
 
 _MAX_BAD = 3  # slots of one answer that are wrong before the rest is left unread
+_MAX_KNOWN = 4096
+MAX_SCHEMAS = 1024
 
 
 class Validator:
-    """Checks what others store here, and what they answer with: signatures and places, then schemas."""
+    """Checks what others store here, and what they answer with: signatures and places, then schemas.
 
-    def __init__(self, schemas: Iterable[Schema], settings: DHTSettings) -> None:
-        self.ownership = Ownership()
-        self.schemas = Schemas(schemas)
-        self._settings = settings
+    Slots whose signature was good are remembered: the same one is not verified twice (105 µs). Of several
+    schemas with one prefix, one that fits is enough.
+    """
+
+    def __init__(
+        self, schemas: Iterable[Schema] = (), settings: DHTSettings | None = None, max_known: int = _MAX_KNOWN
+    ) -> None:
+        self._settings = settings or DHTSettings()
+        self._known: dict[bytes, None] = {}  # digests of good signatures, least recently met first
+        self._max_known = max_known
+        self._schemas: dict[bytes, list[Schema]] = {}  # by the tags of their namespaces
+        for schema in schemas:
+            self.add_schema(schema)
+
+    def add_schema(self, schema: Schema) -> None:
+        """Hold records to this one too, from now on; what is stored already stays."""
+        if sum(map(len, self._schemas.values())) >= MAX_SCHEMAS:
+            raise LimitExceeded(
+                f"A peer holds records to at most {MAX_SCHEMAS:,} schemas.",
+                next_step="give one schema with a union of types instead of many.",
+            )
+        known = self._schemas.setdefault(namespace_tag(schema.prefix), [])
+        if schema not in known:
+            known.append(schema)
 
     def check(self, key: bytes, slot: Slot) -> Verdict | None:
         """Why a slot is not to be believed, whoever holds it; None when it is."""
-        return self.ownership.check(key, slot) or self.schemas.check(key, slot)
+        verdict = _check_place(key, slot)
+        if verdict is None and (slot.owner or slot.signature) and not self._is_signed(key, slot):
+            verdict = Verdict.BAD_SIGNATURE
+        schemas = self._schemas.get(key[-NAMESPACE_BYTES:])
+        if verdict is None and schemas is not None and not any(schema.fits(slot) for schema in schemas):
+            verdict = Verdict.BAD_VALUE
+        return verdict
 
     def believed(self, key: bytes, slots: Sequence[Slot], wall_s: float) -> list[Slot]:
         """Of what another peer tells, what lives, but not for too long, and is rightly signed and typed."""
@@ -76,6 +104,28 @@ class Validator:
                 break
         return believed
 
+    def _is_signed(self, key: bytes, slot: Slot) -> bool:
+        """Whether its owner has signed the slot, alone or in a tree with others."""
+        signature, path = slot.signature[:SIGNATURE_BYTES], slot.signature[SIGNATURE_BYTES:]
+        message = _message(key, slot)
+        if path:
+            root = root_of(message, path)
+            if root is None:
+                return False
+            message = _DOMAIN_MANY + root
+        digest = hashlib.blake2b(slot.owner + message, digest_size=ID_BYTES, key=signature).digest()
+        if digest in self._known:
+            del self._known[digest]
+        else:
+            try:
+                Ed25519PublicKey.from_public_bytes(slot.owner).verify(signature, message)
+            except (InvalidSignature, ValueError):
+                return False
+            if len(self._known) >= self._max_known:
+                del self._known[next(iter(self._known))]
+        self._known[digest] = None
+        return True
+
 
 # --- owners ---
 
@@ -87,7 +137,6 @@ _HOLDER = slice(_LABEL_BYTES, ID_BYTES - NAMESPACE_BYTES)
 _DOMAIN = b"shoal record 1:"
 _DOMAIN_MANY = b"shoal records 1:"
 _HEAD = struct.Struct(">dI")
-_MAX_KNOWN = 4096
 
 
 def reserved_key(peer_id: PeerId, label: str) -> Key:
@@ -120,43 +169,12 @@ def sign_many(identity: Identity, unsigned: Sequence[tuple[bytes, Slot]]) -> lis
     return signed
 
 
-class Ownership:
-    """Checks slots, and remembers those that were good: the same one is not verified twice (105 µs)."""
-
-    def __init__(self, max_known: int = _MAX_KNOWN) -> None:
-        self._known: dict[bytes, None] = {}  # least recently met first
-        self._max_known = max_known
-
-    def check(self, key: bytes, slot: Slot) -> Verdict | None:
-        """None when its owner, if it has one, has signed it and the place is its own; else what is wrong."""
-        if not slot.owner and not slot.signature:
-            return _check_place(key, slot)
-        signature, path = slot.signature[:SIGNATURE_BYTES], slot.signature[SIGNATURE_BYTES:]
-        is_sized = len(slot.owner) == PUBLIC_KEY_BYTES and len(signature) == SIGNATURE_BYTES
-        if not is_sized or len(path) > MAX_PATH_BYTES:
-            return Verdict.BAD_SIGNATURE
-        verdict = _check_place(key, slot)
-        if verdict is not None:
-            return verdict
-        message = _message(key, slot)
-        if path:
-            root = root_of(message, path)
-            if root is None:
-                return Verdict.BAD_SIGNATURE
-            message = _DOMAIN_MANY + root
-        digest = hashlib.blake2b(slot.owner + message, digest_size=ID_BYTES, key=signature).digest()
-        if digest in self._known:
-            del self._known[digest]
-        elif not _is_signed(slot.owner, signature, message):
-            return Verdict.BAD_SIGNATURE
-        elif len(self._known) >= self._max_known:
-            del self._known[next(iter(self._known))]
-        self._known[digest] = None
-        return None
-
-
 def _check_place(key: bytes, slot: Slot) -> Verdict | None:
-    """Whether the slot may stand under this key and subkey at all."""
+    """Whether its owner and signature can be any, and the slot may stand under this key and subkey at all."""
+    if slot.owner or slot.signature:
+        path_bytes = len(slot.signature) - SIGNATURE_BYTES
+        if len(slot.owner) != PUBLIC_KEY_BYTES or not 0 <= path_bytes <= MAX_PATH_BYTES:
+            return Verdict.BAD_SIGNATURE
     if key.endswith(_OWN_KEY_TAG):
         owner = owner_id(slot)
         if owner is None or owner.digest[:_HOLDER_BYTES] != key[_HOLDER]:
@@ -172,14 +190,6 @@ def _check_place(key: bytes, slot: Slot) -> Verdict | None:
         if holder is None or holder != owner_id(slot):
             return Verdict.NOT_OWNER
     return None
-
-
-def _is_signed(owner: bytes, signature: bytes, message: bytes) -> bool:
-    try:
-        Ed25519PublicKey.from_public_bytes(owner).verify(signature, message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
 
 
 def _message(key: bytes, slot: Slot) -> bytes:
@@ -233,7 +243,6 @@ def _hash(content: bytes, kind: bytes) -> bytes:
 
 # --- schemas: msgspec's types, checked without coercion ---
 
-MAX_SCHEMAS = 1024
 _COERCED = {int: float, list: tuple, tuple: list}  # what msgspec takes for another when it is strict
 
 
@@ -257,50 +266,18 @@ class Schema:
         for kind in (self.value_type, self.subkey_type):
             _check_type(kind)
 
-    def fits(self, subkey: Any, value: Any) -> bool:
-        """Whether a decoded subkey (None for a plain value) and value are of these types."""
-        if (subkey is None) != (self.subkey_type is None):
-            return False
-        return _is_of(value, self.value_type) and (subkey is None or _is_of(subkey, self.subkey_type))
-
-
-class Schemas:
-    """The schemas of one peer. Of several with one prefix, one that fits is enough."""
-
-    def __init__(self, schemas: Iterable[Schema] = ()) -> None:
-        self._by_tag: dict[bytes, list[Schema]] = {}
-        self._num_schemas = 0
-        for schema in schemas:
-            self.add(schema)
-
-    def __len__(self) -> int:
-        return self._num_schemas
-
-    def add(self, schema: Schema) -> None:
-        """Hold records to this one too, from now on; what is stored already stays."""
-        if self._num_schemas >= MAX_SCHEMAS:
-            raise LimitExceeded(
-                f"A peer holds records to at most {MAX_SCHEMAS:,} schemas.",
-                next_step="give one schema with a union of types instead of many.",
-            )
-        known = self._by_tag.setdefault(namespace_tag(schema.prefix), [])
-        if schema not in known:
-            known.append(schema)
-            self._num_schemas += 1
-
-    def check(self, key: bytes, slot: Slot) -> Verdict | None:
-        """None when the slot fits or nothing is asked of its namespace, else BAD_VALUE."""
-        schemas = self._by_tag.get(key[-NAMESPACE_BYTES:])
-        if schemas is None:
-            return None
+    def fits(self, slot: Slot) -> bool:
+        """Whether a slot's subkey, if it has one, and value are of these types."""
         try:
             subkey = None if slot.subkey == PLAIN else decode_value(slot.subkey)
             value = decode_value(slot.value)
         except ValueError:
-            return Verdict.BAD_VALUE
+            return False
         if slot.subkey != PLAIN and subkey is None:
-            return Verdict.BAD_VALUE
-        return None if any(schema.fits(subkey, value) for schema in schemas) else Verdict.BAD_VALUE
+            return False
+        if (subkey is None) != (self.subkey_type is None):
+            return False
+        return _is_of(value, self.value_type) and (subkey is None or _is_of(subkey, self.subkey_type))
 
 
 def _is_of(value: Any, kind: Any) -> bool:
