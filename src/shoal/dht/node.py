@@ -17,8 +17,18 @@ from shoal.core import Address, Deadline, Key, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.join import Joining
 from shoal.dht.protocol import Answered, Counts, DHTProtocol
-from shoal.dht.records import Entry, OwnSubkey, Stored, Value, key_of, value_of
-from shoal.dht.replication import Keeper
+from shoal.dht.records import (
+    Entry,
+    OwnSubkey,
+    Stored,
+    Value,
+    encode_value,
+    holder_of,
+    key_of,
+    reserved,
+    value_of,
+)
+from shoal.dht.replication import Keeper, Kept
 from shoal.dht.search import Lookup, find_records, look_up, mark_absent
 from shoal.dht.settings import DHTSettings
 from shoal.dht.store import signed_slots, store_slots
@@ -28,7 +38,8 @@ from shoal.dht.wire import About, Contact, Kind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host
 
-_SCHEMAS = (Schema("presence", Any, OwnSubkey),)  # nobody can be there first with something else
+_PRESENCE = "presence"
+_SCHEMAS = (Schema(_PRESENCE, Any, OwnSubkey),)  # nobody can be there first with something else
 
 
 class DHT:
@@ -276,3 +287,40 @@ def _identity_of(
 
 def _address(given: Any) -> Any:
     return Address.parse(given) if isinstance(given, str) else given
+
+
+# --- who is there: every peer has a subkey of its own in one dictionary, stored again before it expires ---
+
+
+def announce(dht: DHT, group_name: str, info: Any, lifetime_s: float) -> Kept:
+    """Be present with `info` until the handle is stopped, or this peer vanishes, and `lifetime_s` more.
+
+    `info` is a value, or a function without arguments that gives it whenever it is stored again.
+    """
+    name, subkey = f"{_PRESENCE}.{group_name}", reserved(dht.peer_id)
+    if not callable(info):
+        encode_value(info)  # what cannot be stored should be said here, not in a log
+
+    def make(expires_at_s: float) -> list[Entry]:
+        value = info() if callable(info) else info
+        return [Entry(name, value, expires_at_s, subkey, is_owned=True)]
+
+    return dht.keeper.keep(make, lifetime_s)
+
+
+async def present(
+    dht: DHT, group_name: str, *, latest: bool = True, deadline: Deadline | None = None
+) -> dict[PeerId, Value]:
+    """What each peer that is present has announced, in order of their ids.
+
+    Without `latest` the first answer is taken, which may lack those who have only just come.
+    """
+    found = await dht.get(f"{_PRESENCE}.{group_name}", latest=latest, deadline=deadline)
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    peers = {
+        peer_id: slot
+        for subkey, slot in found.value.items()
+        if (peer_id := holder_of(subkey)) is not None and slot.owner == peer_id
+    }
+    return dict(sorted(peers.items()))
