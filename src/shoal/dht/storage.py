@@ -386,7 +386,7 @@ class Cache(ExpiringSlots):
         """
         self.expire(now_s)
         soon = (entry for entry in self._by_expiration if entry[0] <= now_s + before_s)
-        due = {}
+        due: dict[bytes, None] = {}
         for entry in sorted(filter(self._is_current, soon)):
             held = self.held[entry[1]]
             if held.is_used and not held.is_named:
