@@ -16,6 +16,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, Scope, ShoalError, UsageError, fanout
@@ -237,11 +238,6 @@ class Lookup:
     # --- what came of it ---
 
     @property
-    def wants_value(self) -> bool:
-        """Whether a value is of use to it now."""
-        return not self.is_done and self.kind in (Kind.VALUE, Kind.LATEST)
-
-    @property
     def has_silent(self) -> bool:
         """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
         return any(progress in (AskState.SLOW, AskState.FAILED) for progress in self._progress.values())
@@ -323,15 +319,13 @@ class Lookup:
 # --- requests to many peers ---
 
 
+@dataclass(slots=True, eq=False)
 class SentRequest(Generic[T]):
     """One request on its way, and the keys or records that share it."""
 
-    __slots__ = ("contact", "is_slow", "parts")
-
-    def __init__(self, contact: Contact, parts: list[T]) -> None:
-        self.contact = contact
-        self.parts = parts
-        self.is_slow = False
+    contact: Contact
+    parts: list[T]
+    is_slow: bool = False
 
 
 class Requests(abc.ABC, Generic[T, U]):
@@ -385,7 +379,9 @@ class Requests(abc.ABC, Generic[T, U]):
                     self.advance(part)
                 self._dispatch()
                 if self._num_open:
-                    await self._until_ended(deadline)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(deadline.timeout_s):
+                            await self._ended.wait()
                 self._stop()
                 self._scope.cancel()
         finally:
@@ -396,11 +392,6 @@ class Requests(abc.ABC, Generic[T, U]):
         self._num_open -= 1
         if self._num_open <= 0:
             self._ended.set()
-
-    async def _until_ended(self, deadline: Deadline) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline.timeout_s):
-                await self._ended.wait()
 
     def _stop(self) -> None:
         """Send nothing any more; whoever has not answered yet is pinged in the background."""
@@ -478,11 +469,11 @@ class Search(Requests[Lookup, Found]):
         """As many keys as fit into a request, one alone whose value is large; none to a peer that is slow."""
         lookups = [lookup for lookup in waiting if not lookup.is_done]
         if self._protocol.is_backed_off(contact):
-            self._fail(contact, lookups)
+            self._go_on(lookups, Lookup.on_failed, contact)
             return []
         if contact in self._slow:
             self._slow[contact] += lookups
-            self._go_on_without(contact, lookups)
+            self._go_on(lookups, Lookup.on_slow, contact)
             return []
         taken, rest = lookups[:MAX_WANTS], lookups[MAX_WANTS:]
         if (alone := next((lookup for lookup in lookups if lookup.is_alone), None)) is not None:
@@ -505,39 +496,33 @@ class Search(Requests[Lookup, Found]):
                 continue
             told = [contacts[at] for at in finding.near[:MAX_CONTACTS] if at < len(contacts)]
             lookup.on_answered(contact, finding, [other for other in told if other is not None])
-            if finding.slots and lookup.wants_value:
+            if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
                     lookup.on_value(contact, believed)
-            self._settle(lookup)
+            if lookup.is_done:
+                self.end_one()
+            else:
+                self.advance(lookup)
         if contact in self._slow:
             self._waiting.setdefault(contact, []).extend(self._slow.pop(contact))
 
-    def _settle(self, lookup: Lookup) -> None:
-        if lookup.is_done:
-            self.end_one()
-        else:
-            self.advance(lookup)
-
     def on_failed(self, request: SentRequest[Lookup]) -> None:
         """Leave the peer out, also for the keys that would have asked it."""
-        self._fail(request.contact, request.parts)
-        self._fail(request.contact, self._slow.pop(request.contact, ()))
+        also = self._slow.pop(request.contact, ())
+        self._go_on((*request.parts, *also), Lookup.on_failed, request.contact)
 
     def on_slow(self, request: SentRequest[Lookup]) -> None:
         """Ask others beside a peer that is slow."""
-        self._go_on_without(request.contact, request.parts)
+        self._go_on(request.parts, Lookup.on_slow, request.contact)
 
-    def _fail(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
+    def _go_on(
+        self, lookups: Sequence[Lookup], note: Callable[[Lookup, Contact], None], contact: Contact
+    ) -> None:
+        """Have keys take note of a peer that fails or is slow, and ask others."""
         for lookup in lookups:
             if not lookup.is_done:
-                lookup.on_failed(contact)
-                self.advance(lookup)
-
-    def _go_on_without(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
-        for lookup in lookups:
-            if not lookup.is_done:
-                lookup.on_slow(contact)
+                note(lookup, contact)
                 self.advance(lookup)
 
 
