@@ -34,7 +34,7 @@ from shoal.core.ids import ID_BYTES
 from shoal.core.untrusted import decode_json
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.search import Lookup, look_up
-from shoal.dht.wire import ID_BITS, MAX_CONTACTS, Contact, Found, Kind, Want
+from shoal.dht.wire import ID_BITS, Contact, Found, Kind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
@@ -211,19 +211,14 @@ async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
     try:
         return await protocol.call_ping(peer)
     except PeerRefused as error:
-        raise explained(error, peer.address) from error
-
-
-def explained(error: Exception, address: Address) -> Exception:
-    """The error of a first ping, or if the peer there has no DHT, one that says so."""
-    if not isinstance(error, PeerRefused) or "has no method" not in error.what:
-        return error
-    return PeerRefused(
-        f"At {address} is a Shoal peer without a DHT.",
-        peer=error.peer,
-        cause="`shoal doctor --serve` runs there, or a program that opens no DHT.",
-        next_step="join a peer that `shoal dht` runs, or a program's `shoal.DHT`.",
-    )
+        if "has no method" not in error.what:
+            raise
+        raise PeerRefused(
+            f"At {peer.address} is a Shoal peer without a DHT.",
+            peer=error.peer,
+            cause="`shoal doctor --serve` runs there, or a program that opens no DHT.",
+            next_step="join a peer that `shoal dht` runs, or a program's `shoal.DHT`.",
+        ) from error
 
 
 async def meet(protocol: DHTProtocol, peers: Sequence[Peer]) -> Met:
@@ -441,7 +436,8 @@ class SplitCheck:
             self._wait_s = check_s
             return
         await self._joining.reachability.check_again(contact)
-        strangers = self._strangers(found, teller.address)
+        told = named(protocol.read_contacts(found.contacts, teller.address), found.findings[0].near)
+        strangers = [each for each in told if each not in protocol.table]
         # whoever is nearer than the nearest contact would have met this peer when it came
         nearest = protocol.table.nearest(own, 1, now_s=protocol.now_s())
         reach = nearest[0].number ^ own if nearest else 1 << ID_BITS
@@ -457,18 +453,6 @@ class SplitCheck:
             level = log.warning if self.num_found == 1 else log.debug
             level("This swarm was split: %s knows %d near peers that this one had not met.", teller, len(met))
             await self._joining.rejoin()
-
-    def _strangers(self, found: Found, teller: Address) -> list[Contact]:
-        """Of as many as a peer may name, those that this one has not met and that have not failed."""
-        near = [index for index in found.findings[0].near[:MAX_CONTACTS] if index < len(found.contacts)]
-        told = [self._protocol.book.read(found.contacts[index], teller) for index in near]
-        return [
-            contact
-            for contact in told
-            if contact is not None
-            and contact not in self._protocol.table
-            and not self._protocol.is_backed_off(contact)
-        ]
 
 
 # --- the peers that were there last time ---

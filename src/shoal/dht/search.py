@@ -24,7 +24,6 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Slot, merge
 from shoal.dht.wire import (
     ANYWHERE,
-    MAX_CONTACTS,
     MAX_STORE_BYTES,
     MAX_WANTS,
     Contact,
@@ -34,6 +33,7 @@ from shoal.dht.wire import (
     Kind,
     State,
     Want,
+    named,
     reach_of,
     size_of,
     unpack_coordinates,
@@ -494,8 +494,7 @@ class Search(Requests[Lookup, Found]):
         for lookup, finding in zip(request.parts, answer.findings, strict=True):
             if lookup.is_done:
                 continue
-            told = [contacts[at] for at in finding.near[:MAX_CONTACTS] if at < len(contacts)]
-            lookup.on_answered(contact, finding, [other for other in told if other is not None])
+            lookup.on_answered(contact, finding, named(contacts, finding.near))
             if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:

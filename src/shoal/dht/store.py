@@ -19,7 +19,6 @@ from shoal.dht.search import Lookup, Requests, SentRequest, look_up
 from shoal.dht.validation import sign_many
 from shoal.dht.wire import (
     ITEM_BYTES,
-    MAX_CONTACTS,
     MAX_STORE_BYTES,
     REACH_SHIFT,
     Contact,
@@ -27,6 +26,7 @@ from shoal.dht.wire import (
     Kind,
     StoreAnswer,
     in_groups,
+    named,
     number_of,
     reach_of,
     size_of,
@@ -233,9 +233,8 @@ class Storing(Requests[PendingStore, StoreAnswer]):
         for index, part in enumerate(request.parts):
             for verdicts in part.verdicts:
                 verdicts.append(Verdict(next(codes)))
-            for at in answer.near[index][:MAX_CONTACTS] if index < len(answer.near) else b"":
-                if at < len(nearer) and (contact := nearer[at]) is not None:
-                    part.add(contact)
+            for contact in named(nearer, answer.near[index]) if index < len(answer.near) else ():
+                part.add(contact)
             self._end(part, request)
         self._slow.pop(request.contact, None)
 

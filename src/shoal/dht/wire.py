@@ -166,6 +166,12 @@ def reach_of(distance: int) -> int:
     return min(ANYWHERE, (distance >> REACH_SHIFT) + 1)
 
 
+def named(contacts: Sequence[Contact | None], near: bytes) -> list[Contact]:
+    """Those of an answer's contacts that indexes name, as many as may be told; None is nobody to be asked."""
+    size = len(contacts)
+    return [contact for at in near[:MAX_CONTACTS] if at < size and (contact := contacts[at]) is not None]
+
+
 def tag_of(packed: bytes) -> bytes:
     """A few bytes of a packed contact that tell most peers apart."""
     return packed[ID_BYTES - TAG_BYTES : ID_BYTES]
