@@ -8,9 +8,18 @@ import pytest
 from dht.signing import sign
 from dht.worlds import client_of, identity_of, in_world, keep_at, send, send_find, send_slots, send_store
 from shoal.core import Key, PeerBusy, PeerRefused
-from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
+from shoal.dht.records import (
+    PLAIN,
+    Schema,
+    Slot,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    reserved,
+    reserved_key,
+)
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema, reserved_key
 from shoal.dht.wire import (
     ABOUT,
     FIND,

@@ -6,9 +6,18 @@ import pytest
 
 from dht.worlds import identity_of, in_world, keep_at, send_store
 from shoal.core import UsageError
-from shoal.dht.records import PLAIN, Entry, Slot, encode_subkey, encode_value, key_of, owner_id, reserved
+from shoal.dht.records import (
+    PLAIN,
+    Entry,
+    Slot,
+    Validator,
+    encode_subkey,
+    encode_value,
+    key_of,
+    owner_id,
+    reserved,
+)
 from shoal.dht.store import signed_slots
-from shoal.dht.validation import Validator
 from shoal.dht.wire import MAX_WANTS, Store
 
 ALICE = identity_of("alice")

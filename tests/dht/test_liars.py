@@ -19,8 +19,18 @@ import pytest
 from dht.signing import sign
 from dht.worlds import in_world, liars_among, send_slots
 from shoal.core import Deadline, Key, PeerBusy, fanout
-from shoal.dht.records import PLAIN, Entry, OwnSubkey, Slot, Verdict, encode_value, key_of, reserved
-from shoal.dht.validation import Schema, reserved_key
+from shoal.dht.records import (
+    PLAIN,
+    Entry,
+    OwnSubkey,
+    Schema,
+    Slot,
+    Verdict,
+    encode_value,
+    key_of,
+    reserved,
+    reserved_key,
+)
 from shoal.dht.wire import FIND, STORE, Find, Item, Store, Want
 from shoal.transport import SwarmSecret
 

@@ -11,9 +11,8 @@ from dht.worlds import client_of, identity_of, in_world, keep_at, opened
 from shoal.core import Deadline, DeadlineExceeded, Key, PeerBusy, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret
 from shoal.dht.node import DHT
-from shoal.dht.records import Entry, Stored, Value, Verdict, key_of, owner_id, reserved
+from shoal.dht.records import Entry, Schema, Stored, Value, Verdict, key_of, owner_id, reserved, reserved_key
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema, reserved_key
 from shoal.dht.wire import number_of
 from shoal.transport import Endpoint, Membership, Profile, SwarmSecret
 from shoal.transport.network.conditions import Conditions

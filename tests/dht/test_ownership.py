@@ -7,10 +7,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from dht.signing import sign
 from shoal.core import Key, PeerId
 from shoal.core.identity import Identity
-from shoal.dht import validation
+from shoal.dht import records
 from shoal.dht.records import (
+    HASH_BYTES,
+    MAX_LEAVES,
     PLAIN,
+    SIGNATURE_BYTES,
     Slot,
+    Validator,
     Verdict,
     decode_subkey,
     encode_subkey,
@@ -19,8 +23,9 @@ from shoal.dht.records import (
     key_of,
     owner_id,
     reserved,
+    reserved_key,
+    sign_many,
 )
-from shoal.dht.validation import HASH_BYTES, MAX_LEAVES, SIGNATURE_BYTES, Validator, reserved_key, sign_many
 
 ALICE, MALLORY = Identity.from_seed(b"a" * 32), Identity.from_seed(b"m" * 32)
 KEY = key_of("ffn.3.14").digest
@@ -196,7 +201,7 @@ def verified(monkeypatch):
             calls.append(signature)
             self.key.verify(signature, message)
 
-    monkeypatch.setattr(validation, "Ed25519PublicKey", CountingPublicKey)
+    monkeypatch.setattr(records, "Ed25519PublicKey", CountingPublicKey)
     return calls
 
 

@@ -6,9 +6,18 @@ import pytest
 
 from shoal.core import LimitExceeded, UsageError
 from shoal.core.identity import Identity
-from shoal.dht import validation as module
-from shoal.dht.records import PLAIN, OwnSubkey, Slot, Verdict, encode_value, key_of, reserved
-from shoal.dht.validation import Schema, Validator
+from shoal.dht import records as module
+from shoal.dht.records import (
+    PLAIN,
+    OwnSubkey,
+    Schema,
+    Slot,
+    Validator,
+    Verdict,
+    encode_value,
+    key_of,
+    reserved,
+)
 
 NOTHING = object()
 

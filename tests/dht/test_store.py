@@ -8,9 +8,8 @@ import pytest
 from dht.made_contacts import made_contact
 from dht.worlds import Liar, in_world, keep_at
 from shoal.core import PeerBusy
-from shoal.dht.records import Entry, Stored, Verdict
+from shoal.dht.records import Entry, Schema, Stored, Verdict
 from shoal.dht.store import PendingStore
-from shoal.dht.validation import Schema
 from shoal.dht.wire import MAX_CONTACTS, StoreAnswer, pack
 from shoal.transport import Reply
 

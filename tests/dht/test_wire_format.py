@@ -10,8 +10,18 @@ import pytest
 from dht.signing import sign
 from shoal.core import Address, Peer, PeerId
 from shoal.core.identity import Identity
-from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
-from shoal.dht.validation import Validator, reserved_key, sign_many
+from shoal.dht.records import (
+    PLAIN,
+    Slot,
+    Validator,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    reserved,
+    reserved_key,
+    sign_many,
+)
 from shoal.dht.wire import (
     ABOUT,
     FIND,

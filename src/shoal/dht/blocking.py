@@ -14,9 +14,8 @@ from shoal.core import Address, BlockingBridge, Deadline, LoopThread, Peer, Peer
 from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.dht.protocol import Answered
-from shoal.dht.records import Entry, Stored, Value
+from shoal.dht.records import Entry, Schema, Stored, Value
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 

@@ -20,7 +20,9 @@ from shoal.dht.protocol import Answered, Counts, DHTProtocol
 from shoal.dht.records import (
     Entry,
     OwnSubkey,
+    Schema,
     Stored,
+    Validator,
     Value,
     encode_value,
     holder_of,
@@ -33,7 +35,6 @@ from shoal.dht.search import Lookup, find_records, look_up, mark_absent
 from shoal.dht.settings import DHTSettings
 from shoal.dht.store import signed_slots, store_slots
 from shoal.dht.upkeep import Upkeep
-from shoal.dht.validation import Schema, Validator
 from shoal.dht.wire import About, Contact, Kind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host

@@ -34,11 +34,10 @@ from shoal.core import (
 )
 from shoal.core.ids import ID_BYTES
 from shoal.core.limits import RateLimiter
-from shoal.dht.records import Slot, Verdict
+from shoal.dht.records import Slot, Validator, Verdict
 from shoal.dht.routing_table import RoutingTable
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import LocalRecords
-from shoal.dht.validation import Validator
 from shoal.dht.wire import (
     ABOUT,
     FIND,

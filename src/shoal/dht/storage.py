@@ -1,6 +1,6 @@
 """What a peer holds: records stored for the swarm, records that it has looked for, and copies left with it.
 
-`LocalRecords` is the door: what others store comes in through it once `validation` has found nothing wrong,
+`LocalRecords` is the door: what others store comes in through it once a `Validator` has found nothing wrong,
 and look-ups read it first. Behind it are three collections that follow the same rules (`records.judge`) and
 differ in what goes when there is no room: of the `Storage` the keys farthest from this peer's id, of a
 `Cache` what expires soonest. Times are on the wall clock.
@@ -18,6 +18,7 @@ from shoal.dht.records import (
     PLAIN,
     Contents,
     Slot,
+    Validator,
     Verdict,
     displaced,
     judge,
@@ -25,7 +26,6 @@ from shoal.dht.records import (
     slots_of,
 )
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Validator
 from shoal.dht.wire import coordinates_of, number_of, pack_coordinates
 
 PUSHED_S = 300.0

@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from shoal.core import Deadline, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import PLAIN, Entry, Slot, Stored, Verdict, encode_subkey, encode_value, key_of
+from shoal.dht.records import (
+    PLAIN,
+    Entry,
+    Slot,
+    Stored,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    sign_many,
+)
 from shoal.dht.search import Lookup, Requests, SentRequest, look_up
-from shoal.dht.validation import sign_many
 from shoal.dht.wire import (
     ITEM_BYTES,
     MAX_STORE_BYTES,
