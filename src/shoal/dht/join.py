@@ -73,10 +73,7 @@ class Joining:
         if not met.contacts and known:
             if self.addresses:
                 log.warning("No address to join answers; trying %d peers of last time.", len(known))
-            again = await self._meet(known)
-            met.contacts = again.contacts
-            met.refusals += again.refusals
-            met.untimely = met.untimely or again.untimely
+            await self._meet(known, met)
         if not met.contacts and self.addresses:
             self._complain(met)
         self._warn_of_clocks(met)
@@ -94,10 +91,11 @@ class Joining:
         self.known.remember(contact.peer for contact in self._protocol.table.contacts())
         self.known.save()
 
-    async def _meet(self, peers: Sequence[Peer]) -> Met:
+    async def _meet(self, peers: Sequence[Peer], met: Met | None = None) -> Met:
         """Ping peers, then look for this peer's own id, which makes its neighbours known both ways."""
         protocol = self._protocol
-        met = await meet(protocol, peers)
+        met = met or Met()
+        await meet(protocol, peers, met)
         self.seen_as = met.seen_as or self.seen_as
         if met.contacts:
             await self.reachability.check(met.contacts)
@@ -221,9 +219,8 @@ async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
         ) from error
 
 
-async def meet(protocol: DHTProtocol, peers: Sequence[Peer]) -> Met:
+async def meet(protocol: DHTProtocol, peers: Sequence[Peer], met: Met) -> None:
     """Ping peers, a few at once, until enough of them have answered."""
-    met = Met()
 
     def is_enough(outcomes: Sequence[Answered | Exception]) -> bool:
         return sum(isinstance(one, Answered) and _is_welcome(protocol, one) for one in outcomes) >= _ENOUGH
@@ -243,7 +240,6 @@ async def meet(protocol: DHTProtocol, peers: Sequence[Peer]) -> Met:
                 raise outcome
         if len(met.contacts) >= _ENOUGH:
             break
-    return met
 
 
 def _note(protocol: DHTProtocol, met: Met, answered: Answered) -> None:

@@ -216,9 +216,8 @@ class DHTProtocol:
         target = await resolved(self.endpoint.network, peer if isinstance(peer, Peer) else Peer(peer))
         clock = self.endpoint.network.clock
         began_s = clock.now_s()
-        reply = await self._send(target, PING, Ping(self.port), deadline)
+        pong: Pong = await self._send(target, PING, Ping(self.port), deadline or self.call_deadline())
         took_s = clock.now_s() - began_s
-        pong: Pong = self._read(target, PING, reply)
         if len(pong.peer_id) != ID_BYTES:
             raise self._nonsense(target, "it told no peer id.")
         claimed = PeerId(pong.peer_id)
@@ -232,36 +231,37 @@ class DHTProtocol:
 
     async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> About:
         """Ask a peer how it is."""
-        about: About = self._read(peer, ABOUT, await self._send(peer, ABOUT, None, deadline))
+        about: About = await self._send(peer, ABOUT, None, deadline or self.call_deadline())
         return about
 
     async def _call(self, contact: Contact, method: str, payload: object) -> Any:
-        """Ask, and tell the table what came of it."""
-        clock = self.endpoint.network.clock
-        began_s = clock.now_s()
-        try:
-            answer = self._read(contact.peer, method, await self._send_until_taken(contact, method, payload))
-        except PeerBusy:
-            raise  # alive, and asked too often
-        except (PeerError, DeadlineExceeded, ProtocolError):
-            self.counts.num_failed += 1
-            self.table.on_failed(contact, self.now_s())
-            raise
+        """Ask, again for a while when the peer is too busy, and tell the table what came of it."""
+        clock, deadline = self.endpoint.network.clock, self.call_deadline()
+        began_s, wait_s = clock.now_s(), _FIRST_WAIT_S
+        while True:
+            try:
+                answer = await self._send(contact.peer, method, payload, deadline)
+                break
+            except PeerBusy:  # alive, and asked too often
+                if deadline.remaining_s < 2 * wait_s:
+                    raise
+            except (PeerError, DeadlineExceeded, ProtocolError):
+                self.counts.num_failed += 1
+                self.table.on_failed(contact, self.now_s())
+                raise
+            await asyncio.sleep(wait_s * self.random.uniform(0.75, 1.25))
+            wait_s *= 2
         self._on_seen(contact, clock.now_s() - began_s)
         return answer
 
-    async def _send_until_taken(self, contact: Contact, method: str, payload: object) -> Any:
-        """Ask, and ask again for a while when the peer is too busy."""
-        deadline = self.call_deadline()
-        wait_s = _FIRST_WAIT_S
-        while True:
-            try:
-                return await self._send(contact.peer, method, payload, deadline)
-            except PeerBusy:
-                if deadline.remaining_s < 2 * wait_s:
-                    raise
-                await asyncio.sleep(wait_s * self.random.uniform(0.75, 1.25))
-                wait_s *= 2
+    async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline) -> Any:
+        """Send a request, and read the answer; ProtocolError for one that is not as it should be."""
+        into = _allocate if method == FIND else None  # only records may be large
+        reply = await self.endpoint.datagrams.call(peer, method, payload, deadline=deadline, into=into)
+        try:
+            return _decoders[method].decode(reply.buffers[0] if reply.buffers else reply.payload)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
 
     def call_deadline(self, num_calls: float = 1.0) -> Deadline:
         """The deadline of so many calls one after another."""
@@ -270,19 +270,6 @@ class DHTProtocol:
     def look_up_deadline(self, given: Deadline | None = None) -> Deadline:
         """The deadline of a whole look-up or store, unless one is given."""
         return given or Deadline.after(_LOOK_UP_S * self.settings.patience)
-
-    async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline | None) -> Any:
-        into = _allocate if method == FIND else None  # only records may be large
-        reply = await self.endpoint.datagrams.call(
-            peer, method, payload, deadline=deadline or self.call_deadline(), into=into
-        )
-        return reply.buffers[0] if reply.buffers else reply.payload
-
-    def _read(self, peer: Peer, method: str, payload: Any) -> Any:
-        try:
-            return _decoders[method].decode(payload)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
 
     def _nonsense(self, peer: Peer | Contact, cause: str) -> ShoalError:
         who = peer.peer if isinstance(peer, Contact) else peer
