@@ -16,7 +16,7 @@ from typing import Any, Self
 from shoal.core import Address, Deadline, Key, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.join import Joining
-from shoal.dht.protocol import Answered, Counts, DHTProtocol
+from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.records import (
     Entry,
     OwnSubkey,
@@ -76,6 +76,7 @@ class DHT:
         validator = Validator((*_SCHEMAS, *schemas), self.settings)
         self.protocol = DHTProtocol(self.endpoint, self.peer_id, self.settings, validator)
         self.protocol.is_client = self._is_client_by_choice
+        self.counts = self.protocol.counts
         self.table = self.protocol.table
         self.records = self.protocol.records
         self.storage, self.cache = self.records.storage, self.records.cache
@@ -138,11 +139,6 @@ class DHT:
         if is_wildcard(address.host):  # others see it by one of this machine's addresses
             address = Address(self.joining.seen_as or outward_host(address.host), address.port)
         return Peer(address, self.peer_id)
-
-    @property
-    def counts(self) -> Counts:
-        """How many requests of each kind this peer has sent so far."""
-        return self.protocol.counts
 
     @property
     def num_served(self) -> int:

@@ -44,6 +44,7 @@ from shoal.dht.wire import (
     MAX_CONTACTS,
     MAX_INDEX,
     MAX_WANTS,
+    MESSAGES,
     PING,
     REACH_SHIFT,
     STORE,
@@ -80,12 +81,7 @@ _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 _NUM_WITNESSES = 2
 _LAST_VERDICT = max(Verdict)
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    PING: msgspec.msgpack.Decoder(Pong),
-    FIND: msgspec.msgpack.Decoder(Found),
-    STORE: msgspec.msgpack.Decoder(StoreAnswer),
-    ABOUT: msgspec.msgpack.Decoder(About),
-}
+_decoders = {method: msgspec.msgpack.Decoder(answer) for method, (_, answer) in MESSAGES.items()}
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -143,12 +139,6 @@ class DHTProtocol:
         self._round_trips = RoundTrips()
         self._is_serving = False
         self._began_s = 0.0
-        self._handlers: dict[str, tuple[Any, Any]] = {
-            PING: (self.rpc_ping, Ping),
-            FIND: (self.rpc_find, Find),
-            STORE: (self.rpc_store, Store),
-            ABOUT: (self.rpc_about, None),
-        }
 
     async def open(self) -> None:
         """Have a scope for tasks."""
@@ -161,15 +151,16 @@ class DHTProtocol:
         await self._standing.close()
         if self._is_serving:
             self._is_serving = False
-            for method in self._handlers:
+            for method in MESSAGES:
                 self.endpoint.routes.remove(method)
 
     def serve(self) -> None:
         """Answer others from now on."""
         self._is_serving = True
         self._began_s = self.endpoint.network.clock.now_s()
-        for method, (handler, payload_type) in self._handlers.items():
-            self.endpoint.handle(method, handler, payload_type=payload_type)
+        for method, (asked, _) in MESSAGES.items():
+            handler = getattr(self, method.replace("dht.", "rpc_"))
+            self.endpoint.handle(method, handler, payload_type=asked)
 
     @property
     def port(self) -> int:

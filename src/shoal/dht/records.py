@@ -343,6 +343,7 @@ def displaced(contents: Contents | None, slot: Slot) -> list[Slot]:
 def judge(held: Sequence[Slot], slot: Slot) -> Verdict:
     """Whether it may take the place of live slots: as the latest, and the only owner of those owned.
 
+    A store that is replayed, or comes late, changes nothing: what it says does not expire later (NOT_NEWER).
     A reserved subkey need not be later than a plain value, which never takes a reserved one's place.
     """
     for other in held:

@@ -3,8 +3,10 @@
 A `Lookup` is one key's list of the nearest peers that it has heard of. `Search` asks them, nearest first, for
 its value and for peers that are nearer still, until so many of the nearest have answered, or the value was
 found. Keys that go to the same peer share its requests. A peer that is slow is not waited for: the next is
-asked beside it, and its answer counts if it comes; one that fails is gone from the list. `look_up` is what
-others call; what a look-up leaves in caches on its way is at the end.
+asked beside it, and its answer counts if it comes; one that fails is gone from the list. Where some were
+silent and nothing was found, others are asked too (`Lookup.is_doubtful`), and at last those near the key that
+failed of late (`ask_failed`). Whatever happens, it ends at its deadline. `look_up` and `find_records` are
+what others call; what a look-up leaves in caches on its way is at the end.
 """
 
 from __future__ import annotations
@@ -491,9 +493,8 @@ class Search(Requests[Lookup, Found]):
         """Take in what a peer has and whom it tells of; what it is not believed was not said."""
         contact = request.contact
         contacts = self._protocol.read_contacts(answer.contacts, contact.peer.address)
-        for lookup, finding in zip(request.parts, answer.findings, strict=True):
-            if lookup.is_done:
-                continue
+        pairs = zip(request.parts, answer.findings, strict=True)
+        for lookup, finding in [pair for pair in pairs if not pair[0].is_done]:
             lookup.on_answered(contact, finding, named(contacts, finding.near))
             if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)

@@ -1,7 +1,8 @@
 """What peers of the DHT send each other: messages, contacts and coordinates, byte for byte.
 
-`protocol` sends these messages and answers them. A new message is a Struct here, a `call_` and an `rpc_`
-method there. The format must stay as it is: peers of other versions read it (tests/dht/test_wire_format.py).
+`protocol` sends these messages and answers them. A new message is a Struct for what is asked, one for what is
+answered and a line in `MESSAGES` here, and a `call_` and an `rpc_` method of `DHTProtocol` there. What the
+bytes are stands in tests/dht/test_wire_format.py: peers of other versions read them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ipaddress
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -159,6 +160,15 @@ class About(msgspec.Struct, frozen=True):
     num_contacts: int
     is_client: bool
     wall_s: float
+
+
+MESSAGES: dict[str, tuple[Any, Any]] = {
+    PING: (Ping, Pong),
+    FIND: (Find, Found),
+    STORE: (Store, StoreAnswer),
+    ABOUT: (None, About),
+}
+"""By the name of the method, what is asked and what is answered; `dht.ping` is answered by `rpc_ping`."""
 
 
 def reach_of(distance: int) -> int:
