@@ -185,7 +185,7 @@ class TestViews:
 
     def test_when_a_key_was_stored_last(self):
         storage = make()
-        assert storage.stored_at_s(KEY) is None
+        assert storage.stored_at_s(KEY) == -math.inf
         storage.store(KEY, sub(b"x", 10.0), 1.0)
         storage.store(KEY, sub(b"y", 10.0), 2.0)
         assert storage.stored_at_s(KEY) == 2.0

@@ -128,7 +128,7 @@ class Replicator:
         due = []
         for key, transfer in tuple(self._transfers.items()):
             if transfer.due_s <= now_s:
-                sent_at_s = self._sent_at_s(key)
+                sent_at_s = self._storage.stored_at_s(key)
                 if sent_at_s <= transfer.since_s and sent_at_s + _APART_S > wall_s:
                     self._transfers[key] = transfer._replace(due_s=now_s + sent_at_s + _APART_S - wall_s)
                     continue
@@ -151,7 +151,7 @@ class Replicator:
         """Send records again that nobody has sent here for long."""
         oldest_s = self._protocol.wall_s() - self._protocol.settings.republish_s
         keys = self._storage.keys()
-        due = [key for key in keys if self._sent_at_s(key) <= oldest_s]
+        due = [key for key in keys if self._storage.stored_at_s(key) <= oldest_s]
         return self._republish(due) if due else None
 
     async def _republish(self, keys: Sequence[bytes]) -> None:
@@ -163,7 +163,7 @@ class Replicator:
         async for key in _in_turns(keys):
             number = number_of(key)
             rank = sum(contact.number ^ number < protocol.number ^ number for contact in self._nearest(key))
-            if wall_s - self._sent_at_s(key) >= republish_s * (1 + _REPUBLISH_TURN * rank):
+            if wall_s - self._storage.stored_at_s(key) >= republish_s * (1 + _REPUBLISH_TURN * rank):
                 due.append(key)
         await self._send(due)
 
@@ -188,11 +188,6 @@ class Replicator:
         if len(nearest) == num_replicas and nearest[-1].number ^ number > protocol.number ^ number:
             nearest.pop()
         return nearest
-
-    def _sent_at_s(self, key: bytes) -> float:
-        """When the writer or another holder has last sent a key's records here; long ago if not at all."""
-        sent_at_s = self._storage.stored_at_s(key)
-        return -math.inf if sent_at_s is None else sent_at_s
 
 
 async def _in_turns(keys: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ differ in what goes when there is no room: of the `Storage` the keys farthest fr
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 from shoal.core import PeerId
@@ -289,10 +290,10 @@ class Storage(ExpiringSlots):
         """All keys in the order in which they came, some perhaps over."""
         return list(self.held)
 
-    def stored_at_s(self, key: bytes) -> float | None:
-        """When a slot was last accepted, or one that is here was sent again; None when nothing is here."""
+    def stored_at_s(self, key: bytes) -> float:
+        """When a slot was last accepted, or sent again as it is here; long ago when nothing is here."""
         held = self.held.get(key)
-        return None if held is None else held.stored_at_s
+        return -math.inf if held is None else held.stored_at_s
 
     def _make_room(self, key: bytes, slot: Slot, replaced: list[Slot]) -> bool:
         settings = self._settings
