@@ -132,9 +132,9 @@ def test_a_subkey_that_is_none_is_no_plain_value():
 def test_subkeys_of_their_writers_own():
     schema = Schema("presence", str, subkey_type=OwnSubkey)
     mine = reserved(Identity.from_seed(b"a" * 32).peer_id)
-    assert schema.fits(slot("here", subkey=mine))
-    assert not schema.fits(slot("here", subkey="me"))
-    assert not schema.fits(slot("here", subkey=("shoal.owner", b"short", None)))
+    assert schema.fits(mine, "here")
+    assert not schema.fits("me", "here")
+    assert not schema.fits(("shoal.owner", b"short", None), "here")
 
 
 def test_one_of_several_that_fits_is_enough():

@@ -204,9 +204,9 @@ class BlockingBridge(abc.ABC):
     For any thread but that loop's own. It can be opened again once it was closed.
     """
 
-    what = "bridge"
+    _what = "bridge"
     """What a user calls it, and how it is opened: for errors."""
-    how = "'with'"
+    _how = "'with'"
 
     def __init__(self) -> None:
         self._run: Callable[..., Any] | None = None
@@ -221,7 +221,9 @@ class BlockingBridge(abc.ABC):
         """Begin, on a loop thread of its own unless one was given."""
         with self._lock, contextlib.ExitStack() as closing:
             if self._run is not None:
-                raise UsageError(f"This {self.what} is open already.", next_step="open it in one place only.")
+                raise UsageError(
+                    f"This {self._what} is open already.", next_step="open it in one place only."
+                )
             self._run = self._begin(closing)
             closing.callback(setattr, self, "_run", None)
             self._closing = closing.pop_all()
@@ -250,7 +252,7 @@ class BlockingBridge(abc.ABC):
         return result
 
     def _not_open(self) -> UsageError:
-        return UsageError(f"This {self.what} is not open.", next_step=f"use it inside {self.how}.")
+        return UsageError(f"This {self._what} is not open.", next_step=f"use it inside {self._how}.")
 
 
 class _Crossing(Generic[T]):

@@ -26,8 +26,8 @@ class Swarm(BlockingBridge):
     Open it with `with`, or by `open` and `close`. Its methods are those of `DHT`, which says what they mean.
     """
 
-    what = "swarm"
-    how = "'with shoal.connect(...)'"
+    _what = "swarm"
+    _how = "'with shoal.connect(...)'"
 
     def __init__(self, opening: AbstractAsyncContextManager[DHT], loop: LoopThread | None = None) -> None:
         super().__init__()

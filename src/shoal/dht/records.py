@@ -468,7 +468,7 @@ class Validator:
         if verdict is None and (slot.owner or slot.signature) and not self._is_signed(key, slot):
             verdict = Verdict.BAD_SIGNATURE
         schemas = self._schemas.get(key[-NAMESPACE_BYTES:])
-        if verdict is None and schemas is not None and not any(schema.fits(slot) for schema in schemas):
+        if verdict is None and schemas is not None and not _fits_one(slot, schemas):
             verdict = Verdict.BAD_VALUE
         return verdict
 
@@ -650,18 +650,21 @@ class Schema:
         for kind in (self.value_type, self.subkey_type):
             _check_type(kind)
 
-    def fits(self, slot: Slot) -> bool:
-        """Whether a slot's subkey, if it has one, and value are of these types."""
-        try:
-            subkey = None if slot.subkey == PLAIN else decode_value(slot.subkey)
-            value = decode_value(slot.value)
-        except ValueError:
-            return False
-        if slot.subkey != PLAIN and subkey is None:
-            return False
+    def fits(self, subkey: Any, value: Any) -> bool:
+        """Whether a decoded subkey (None for a plain value) and value are of these types."""
         if (subkey is None) != (self.subkey_type is None):
             return False
         return _is_of(value, self.value_type) and (subkey is None or _is_of(subkey, self.subkey_type))
+
+
+def _fits_one(slot: Slot, schemas: Sequence[Schema]) -> bool:
+    try:
+        subkey = None if slot.subkey == PLAIN else decode_value(slot.subkey)
+        value = decode_value(slot.value)
+    except ValueError:
+        return False
+    is_plain_or_named = slot.subkey == PLAIN or subkey is not None
+    return is_plain_or_named and any(schema.fits(subkey, value) for schema in schemas)
 
 
 def _is_of(value: Any, kind: Any) -> bool:

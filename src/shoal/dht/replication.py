@@ -271,22 +271,26 @@ class Kept:
         self.is_stopped = False
         self.last_stored: list[Stored] = []
         """What became of them last time, in the order of the entries; nothing before the first time."""
-        self.was_tried = asyncio.Event()
-        """Set once they were stored, or tried to be, for the first time."""
+        self._was_stored = asyncio.Event()
 
     def stop(self) -> None:
         """Store them no more, and let them expire."""
         self.is_stopped = True
-        self.was_tried.set()
+        self._was_stored.set()
 
     async def stored(self, deadline: Deadline | None = None) -> list[Stored]:
         """Wait until they were tried to be stored once; what became of that."""
         try:
             async with asyncio.timeout((deadline or Deadline.never()).timeout_s):
-                await self.was_tried.wait()
+                await self._was_stored.wait()
         except TimeoutError:
             raise DeadlineExceeded("Records to be kept were not stored before the deadline.") from None
         return self.last_stored
+
+    def on_stored(self, stored: list[Stored]) -> None:
+        """Take note of what became of them."""
+        self.last_stored = stored
+        self._was_stored.set()
 
 
 class Keeper:
@@ -387,8 +391,7 @@ class Keeper:
             for entry, stored in zip(entries, outcomes, strict=True)
             if not stored and stored.verdict is not Verdict.NOT_NEWER
         ]
-        kept.last_stored = outcomes
-        kept.was_tried.set()
+        kept.on_stored(outcomes)
         if not refused:
             if kept.num_failures:
                 log.info("Records that are to be kept are stored again: %s", _names(entries))

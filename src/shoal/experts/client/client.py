@@ -116,8 +116,8 @@ class ExpertClient(BlockingBridge):
     which secret they are protected by.
     """
 
-    what = "client"
-    how = "'with ExpertClient(...)'"
+    _what = "client"
+    _how = "'with ExpertClient(...)'"
 
     def __init__(
         self,
