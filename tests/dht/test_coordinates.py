@@ -52,7 +52,7 @@ def test_random_ones_come_back():
         (b"\x92\x05", "truncated"),
         (b"\x91\x05\x05", "trailing"),
         (b"\x80", "array"),
-        (bytes(200_000), "more coordinates"),
+        (bytes(300_000), "more coordinates"),
     ],
 )
 def test_nonsense_is_told_from_coordinates(packed, why):

@@ -537,7 +537,7 @@ def test_those_of_the_first_that_has_any_are_taken():
 
 @pytest.mark.parametrize(
     "packed",
-    [b"\x80", b"\x00", b"\x91\x00", b"\x92\x01", b"\xff" * 800, pack_coordinates(range(200_000))],
+    [b"\x80", b"\x00", b"\x91\x00", b"\x92\x01", b"\xff" * 800, pack_coordinates(range(300_000))],
     ids=["no list", "a number", "twice", "cut off", "nonsense", "too many"],
 )
 def test_what_are_no_coordinates_counts_as_no_answer(packed):

@@ -366,7 +366,7 @@ def _unpack(packed: bytes, has_names: bool) -> Peer | None:
 # A grid's 256 coordinates take 256 bytes where the records themselves would take twenty thousand.
 
 _LOWEST_COORDINATE, _HIGHEST_COORDINATE = -1, 2**63 - 1  # a grid of one axis ends in the lowest
-_MAX_COORDINATES_BYTES = 160_000  # as many as a peer keeps under one key, however far apart
+_MAX_COORDINATES_BYTES = 200 << 10  # more than a peer keeps under one key, however far apart
 _INTEGER_SIZES = frozenset((1, 2, 3, 5, 9))  # of whole numbers in MessagePack, bytes
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
 _gaps_decoder = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=1)]])
