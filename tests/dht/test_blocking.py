@@ -123,10 +123,11 @@ async def _keep(dht, name):
 
 async def _looks(upkeep):
     """Whether it does what is due."""
-    before_s = upkeep._looked_s  # there is no other sign of a look at which nothing is due
+    looked = asyncio.Event()
+    upkeep._duties[0].find = looked.set
     upkeep._wake.set()
-    await asyncio.sleep(1.0)
-    return upkeep._looked_s > before_s
+    async with asyncio.timeout(10):
+        return await looked.wait()
 
 
 def test_several_threads_may_close_it(first):

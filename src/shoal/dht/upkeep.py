@@ -54,6 +54,7 @@ class Upkeep:
         self._wake = asyncio.Event()
         self._is_waking = False
         """Whether a timer is to set it soon."""
+        self._duties: list[_Duty] = []
         self._began_s = self._looked_s = 0.0
         self._was_stopped = False
         self._clock_gap_s = 0.0
@@ -72,13 +73,13 @@ class Upkeep:
         self._is_waking = False
         self._began_s = self._looked_s = loop.time()
         self._clock_gap_s = self._protocol.wall_s() - loop.time()
-        duties = [
+        self._duties = [
             _Duty(every_s, find, loop.time() + random.uniform(0.5, 1.0) * every_s)
             for every_s, find in self._all_duties()
         ]
         async with Scope("dht upkeep") as scope:
             while True:
-                for duty in duties:
+                for duty in self._duties:
                     self._turn(duty, scope, loop.time())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S * random.uniform(0.9, 1.1)):
