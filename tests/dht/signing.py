@@ -1,7 +1,6 @@
 """Slots that are signed alone."""
 
-from shoal.dht.records import Slot
-from shoal.dht.validation import sign_many
+from shoal.dht.records import Slot, sign_many
 
 
 def sign(identity, key, subkey, value, expires_at_s):

@@ -8,9 +8,18 @@ import pytest
 from dht.signing import sign
 from dht.worlds import client_of, identity_of, in_world, keep_at, send, send_find, send_slots, send_store
 from shoal.core import Key, PeerBusy, PeerRefused
-from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
+from shoal.dht.records import (
+    PLAIN,
+    Schema,
+    Slot,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    reserved,
+    reserved_key,
+)
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema, reserved_key
 from shoal.dht.wire import (
     ABOUT,
     FIND,
@@ -29,6 +38,7 @@ from shoal.dht.wire import (
     StoreAnswer,
     Want,
     number_of,
+    pack_coordinates,
     reach_of,
 )
 
@@ -149,7 +159,7 @@ def test_each_kind_of_look_up_gets_what_it_is_for():
         assert len(kinds[Kind.VALUE].slots) == len(kinds[Kind.LATEST].slots) == 2
         assert not kinds[Kind.VALUE].near
         assert kinds[Kind.LATEST].near
-        assert kinds[Kind.COORDINATES].coordinates == b"\x05"
+        assert kinds[Kind.COORDINATES].coordinates == pack_coordinates([3])
         assert not kinds[Kind.COORDINATES].slots
 
     in_world(work, 5)
@@ -293,9 +303,9 @@ def test_a_marker_is_set_only_where_there_is_nothing_and_ends_with_a_store():
         mark = Store(0, [], absent=[KEY, b"short", *(bytes([at]) * 20 for at in range(100))], absent_s=1e9)
         keep_at(one, "kept", 1)
         await send_store(two, one, Store(0, [], absent=[key_of("kept").digest], absent_s=60.0))
-        assert one.cache.num_absent == 0
+        assert len(one.cache.absent) == 0
         await send_store(two, one, mark)
-        assert one.cache.num_absent == MAX_WANTS - 1
+        assert len(one.cache.absent) == MAX_WANTS - 1
         assert one.cache.is_absent(KEY, one.in_s(one.settings.absent_s - 1))
         assert not one.cache.is_absent(KEY, one.in_s(one.settings.absent_s + 1))
         await send_store(two, one, mark)
@@ -413,7 +423,7 @@ def test_bytes_of_any_kind_do_no_harm():
 def test_odd_numbers_do_no_harm():
     async def work(swarm, one, liar):
         for number in (-(2**63), -1, 2**63, 2**64 - 1):
-            found = await send_find(liar, one, Want(KEY, number % 7, number, number % 2**63), port=number)
+            found = await send_find(liar, one, Want(KEY, number % 7, number), port=number)
             assert len(found.findings) == 1
         for until_s in (float("nan"), float("inf"), float("-inf"), -1.0):
             assert await send_store(liar, one, Store(0, [], False, [KEY], until_s)) == []

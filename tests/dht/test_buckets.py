@@ -1,11 +1,10 @@
 import itertools
-import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.made_contacts import made_contact
-from shoal.dht.routing_table import KBucket, KBuckets
+from shoal.dht.routing_table import KBuckets
 from shoal.dht.wire import ID_BITS
 
 HALF = 1 << (ID_BITS - 1)
@@ -58,37 +57,15 @@ def test_a_bucket_of_one_id_does_not_split():
     assert (buckets.of(0).low, buckets.of(0).high) == (0, 1)
 
 
-def test_who_waits_stands_newest_first():
-    bucket = KBucket(0, 0)
-    assert (bucket.replacements(), bucket.replacement(1)) == ([], None)
-    one, two, three = (made_contact(number) for number in (1, 2, 3))
-    for contact in (one, two, three, one):
-        bucket.add_replacement(contact)
-    assert bucket.replacements() == [one, three, two]
-    moved = made_contact(3, host="10.9.9.9")
-    bucket.add_replacement(moved)
-    assert bucket.replacements() == [moved, one, two]
-    assert bucket.replacement(3) == moved
-    bucket.remove_replacement(1)
-    bucket.remove_replacement(77)
-    assert bucket.replacements() == [moved, two]
-
-
 def test_a_split_divides_who_waits_and_keeps_when_it_was_looked_into():
     buckets = KBuckets(own=0, depth_modulo=5)
     whole = buckets.of(0)
     whole.looked_up_s = 7.0
     waiting = [made_contact(number) for number in (1, HALF, 2, HALF + 1)]
     for contact in waiting:
-        whole.add_replacement(contact)
+        whole.replacements[contact.number] = contact
     buckets.split(whole)
     lower, upper = buckets
-    assert lower.replacements() == [waiting[2], waiting[0]]
-    assert upper.replacements() == [waiting[3], waiting[1]]
+    assert list(lower.replacements.values()) == [waiting[0], waiting[2]]
+    assert list(upper.replacements.values()) == [waiting[1], waiting[3]]
     assert (lower.looked_up_s, upper.looked_up_s) == (7.0, 7.0)
-
-
-@given(st.integers(0, 20), st.integers(0, 2**20 - 1), st.integers(0, 1000))
-def test_a_random_id_of_a_bucket_is_in_it(depth, prefix, seed):
-    bucket = KBucket((prefix >> (20 - depth)) << (ID_BITS - depth), depth)
-    assert bucket.low <= bucket.random_number(random.Random(seed)) < bucket.high

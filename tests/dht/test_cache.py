@@ -162,7 +162,7 @@ class TestAbsence:
         assert cache.is_absent(KEY, 9.9)
         assert not cache.is_absent(OTHER, 9.9)
         assert not cache.is_absent(KEY, 10.0)
-        assert cache.num_absent == 0
+        assert len(cache.absent) == 0
 
     def test_storing_ends_it(self):
         cache = make()
@@ -193,6 +193,6 @@ class TestAbsence:
         cache.mark_absent(b"\x00", 200.0)
         for number in range(10, 19):
             cache.mark_absent(bytes([number]), 100.0)
-        assert cache.num_absent == 10
+        assert len(cache.absent) == 10
         marked = [number for number in range(19) if cache.is_absent(bytes([number]), 0.0)]
         assert marked == [0, *range(10, 19)]

@@ -6,9 +6,18 @@ import pytest
 
 from dht.worlds import identity_of, in_world, keep_at, send_store
 from shoal.core import UsageError
-from shoal.dht.records import PLAIN, Entry, Slot, encode_subkey, encode_value, key_of, owner_id, reserved
+from shoal.dht.records import (
+    PLAIN,
+    Entry,
+    Slot,
+    Validator,
+    encode_subkey,
+    encode_value,
+    key_of,
+    owner_id,
+    reserved,
+)
 from shoal.dht.store import signed_slots
-from shoal.dht.validation import Ownership
 from shoal.dht.wire import MAX_WANTS, Store
 
 ALICE = identity_of("alice")
@@ -29,7 +38,7 @@ def test_entries_become_slots_in_their_order():
 def test_those_that_are_to_be_owned_are_signed():
     entries = [Entry(f"n{at}", at, 10.0, is_owned=at % 3 == 0) for at in range(200)]
     entries.append(Entry("dict", 1, 10.0, subkey=reserved(ALICE.peer_id), is_owned=True))
-    check = Ownership().check
+    check = Validator().check
     for entry, (key, slot) in zip(entries, signed_slots(entries, ALICE), strict=True):
         assert check(key, slot) is None
         assert owner_id(slot) == (ALICE.peer_id if entry.is_owned else None)

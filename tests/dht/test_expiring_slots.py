@@ -2,14 +2,15 @@
 
 import random
 
-from shoal.dht.records import PLAIN, Slot
+from shoal.dht.records import PLAIN, Slot, displaced
 from shoal.dht.settings import DHTSettings
-from shoal.dht.storage import KEY_BYTES, ExpiringSlots, memory_bytes
+from shoal.dht.storage import KEY_BYTES, Cache, ExpiringSlots, memory_bytes
 
 
 def put(shelf, key, expires_at_s, subkey=PLAIN, value=b""):
     slot = Slot(subkey, value, expires_at_s)
-    shelf.put(key, slot, 0.0, shelf.displaced(key, slot))
+    held = shelf.held.get(key)
+    shelf.put(key, slot, 0.0, displaced(held.contents if held else None, slot))
 
 
 def test_counts_follow_what_is_there():
@@ -20,7 +21,7 @@ def test_counts_follow_what_is_there():
         shelf.expire(float(step))
         if step % 7 == 0 and shelf.held:
             shelf.drop(rng.choice(list(shelf.held)))
-        everything = [slot for key in shelf.held for slot in shelf.slots(key)]
+        everything = [slot for key in shelf.held for slot in shelf.get(key, float(step))]
         assert shelf.num_slots == len(everything)
         assert shelf.size_bytes == sum(map(memory_bytes, everything)) + KEY_BYTES * len(shelf.held)
         assert shelf.size_bytes == sum(held.size_bytes for held in shelf.held.values())
@@ -49,14 +50,14 @@ def test_the_soonest_key_is_that_of_a_live_slot():
     assert shelf.soonest() == b"k"
 
 
-def test_keys_that_expire_by_a_time():
-    shelf, rng = ExpiringSlots(DHTSettings()), random.Random(2)
-    soonest_s = {}
-    for _ in range(500):
-        key, subkey, expires_at_s = rng.randbytes(1), rng.randbytes(1), rng.uniform(0.0, 100.0)
-        put(shelf, key, expires_at_s, subkey)
-    for key in shelf.held:
-        soonest_s[key] = min(slot.expires_at_s for slot in shelf.slots(key))
-    for until_s in (0.0, 3.0, 40.0, 100.0):
-        due = sorted((at_s, key) for key, at_s in soonest_s.items() if at_s <= until_s)
-        assert shelf.expiring(until_s) == [key for _, key in due]
+def test_keys_that_expire_by_a_time_are_due_the_soonest_first():
+    rng = random.Random(2)
+    for before_s in (0.0, 3.0, 40.0, 100.0):
+        cache, soonest_s = Cache(DHTSettings()), {}
+        for _ in range(500):
+            key, slot = rng.randbytes(1), Slot(rng.randbytes(1), b"", rng.uniform(0.0, 100.0))
+            cache.store(key, [slot], 0.0)
+        for key in cache.held:
+            soonest_s[key] = min(slot.expires_at_s for slot in cache.get(key, 0.0, is_use=True))
+        due = sorted((at_s, key) for key, at_s in soonest_s.items() if at_s <= before_s)
+        assert cache.due_for_refresh(0.0, before_s) == [key for _, key in due]

@@ -2,14 +2,19 @@ import random
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from dht.signing import sign
 from shoal.core import Key, PeerId
 from shoal.core.identity import Identity
-from shoal.dht import validation
+from shoal.dht import records
 from shoal.dht.records import (
+    HASH_BYTES,
+    MAX_LEAVES,
     PLAIN,
+    SIGNATURE_BYTES,
     Slot,
+    Validator,
     Verdict,
     decode_subkey,
     encode_subkey,
@@ -18,8 +23,9 @@ from shoal.dht.records import (
     key_of,
     owner_id,
     reserved,
+    reserved_key,
+    sign_many,
 )
-from shoal.dht.validation import HASH_BYTES, MAX_LEAVES, SIGNATURE_BYTES, Ownership, reserved_key, sign_many
 
 ALICE, MALLORY = Identity.from_seed(b"a" * 32), Identity.from_seed(b"m" * 32)
 KEY = key_of("ffn.3.14").digest
@@ -29,7 +35,7 @@ OWN = encode_subkey(reserved(ALICE.peer_id))
 
 
 def check(key, slot):
-    return Ownership().check(key, slot)
+    return Validator().check(key, slot)
 
 
 def own_slot(identity=ALICE, key=KEY, subkey=PLAIN, value=VALUE, expires_at_s=UNTIL_S):
@@ -75,7 +81,7 @@ def test_what_nobody_owns_needs_no_signature(subkey):
     ids=repr,
 )
 def test_nothing_of_it_can_be_changed(change, is_known):
-    own, slot = Ownership(), own_slot(subkey=encode_subkey(14))
+    own, slot = Validator(), own_slot(subkey=encode_subkey(14))
     if is_known:
         assert own.check(KEY, slot) is None
     assert own.check(KEY, msgspec.structs.replace(slot, **change)) is Verdict.BAD_SIGNATURE
@@ -184,18 +190,23 @@ def test_names_as_text_are_never_reserved():
 @pytest.fixture
 def verified(monkeypatch):
     calls = []
-    really = validation._is_signed
 
-    def count(owner, signature, message):
-        calls.append(signature)
-        return really(owner, signature, message)
+    class CountingPublicKey:
+        def __init__(self, owner):
+            self.key = Ed25519PublicKey.from_public_bytes(owner)
 
-    monkeypatch.setattr(validation, "_is_signed", count)
+        from_public_bytes = classmethod(lambda cls, owner: cls(owner))
+
+        def verify(self, signature, message):
+            calls.append(signature)
+            self.key.verify(signature, message)
+
+    monkeypatch.setattr(records, "Ed25519PublicKey", CountingPublicKey)
     return calls
 
 
 def test_a_good_slot_is_verified_once_and_a_bad_one_every_time(verified):
-    own, slot = Ownership(), own_slot()
+    own, slot = Validator(), own_slot()
     bad = msgspec.structs.replace(slot, value=b"\x01")
     for _ in range(3):
         assert own.check(KEY, slot) is None
@@ -207,7 +218,7 @@ def test_a_good_slot_is_verified_once_and_a_bad_one_every_time(verified):
 
 
 def test_what_was_not_met_for_longest_is_forgotten_first(verified):
-    own = Ownership(max_known=2)
+    own = Validator(max_known=2)
     first, second, third = (own_slot(expires_at_s=UNTIL_S + number) for number in range(3))
     for slot in (first, second, first, third, first):
         assert own.check(KEY, slot) is None
@@ -275,7 +286,7 @@ def with_index(slot, index):
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("num_slots", [2, 7, 64])
 def test_nothing_of_one_of_many_can_be_changed(num_slots, is_known):
-    own, signed = Ownership(), own_slots(num_slots)
+    own, signed = Validator(), own_slots(num_slots)
     key, slot = signed[1]
     if is_known:
         assert own.check(key, slot) is None
@@ -322,7 +333,7 @@ def test_a_tree_is_signed_in_its_own_name():
 
 
 def test_a_root_is_verified_once_for_all_its_slots(verified):
-    own, signed = Ownership(), own_slots(MAX_LEAVES + 6)
+    own, signed = Validator(), own_slots(MAX_LEAVES + 6)
     for _ in range(2):
         for key, slot in signed:
             assert own.check(key, slot) is None

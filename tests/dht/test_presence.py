@@ -6,7 +6,7 @@ import pytest
 
 from dht.memory_swarm import in_swarm
 from shoal.core import UsageError
-from shoal.dht.presence import announce, present
+from shoal.dht.node import announce, present
 from shoal.dht.records import Verdict, reserved
 
 

@@ -19,7 +19,7 @@ from shoal.dht.wire import (
     Found,
     Kind,
     State,
-    pack_page,
+    pack_coordinates,
 )
 
 SLOW_S = 0.2
@@ -69,7 +69,7 @@ class Peers:
             found = self.held.get((contact, want.key)) or Finding(State.NOTHING, b"")
             if callable(found):
                 found = found(want)
-            found = Finding(found.state, near, found.slots, found.coordinates, found.has_more)
+            found = Finding(found.state, near, found.slots, found.coordinates)
             findings.append(found)
         return Found(contacts, findings)
 
@@ -495,8 +495,7 @@ def test_markers_at_the_three_nearest_end_it():
 def test_one_of_them_that_was_told_of_something_overrides_the_others(at):
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:3])
-    page, has_more = pack_page([7], -2)
-    peers.held[peers.contacts[at], KEY] = Finding(State.HERE, b"", [], page, has_more)
+    peers.held[peers.contacts[at], KEY] = Finding(State.HERE, b"", [], pack_coordinates([7]))
     lookup = Lookup(KEY, Kind.COORDINATES, 8)
     peers.search(lookup)
     assert lookup.coordinates == [7]
@@ -507,8 +506,7 @@ def test_markers_elsewhere_hide_nothing():
     """Liars far from the key, and peers that a liar has told of an absence that is none."""
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:2], *peers.contacts[3:])
-    page, has_more = pack_page([7], -2)
-    peers.held[peers.contacts[2], KEY] = Finding(State.HERE, b"", [], page, has_more)
+    peers.held[peers.contacts[2], KEY] = Finding(State.HERE, b"", [], pack_coordinates([7]))
     lookup = Lookup(KEY, Kind.COORDINATES, 8)
     peers.search(lookup, seeds=peers.contacts[5:])
     assert lookup.coordinates == [7]
@@ -524,73 +522,38 @@ def test_no_marker_hides_a_value():
         assert values_of(lookup) == ["here"]
 
 
-# --- pages of coordinates ---
+# --- coordinates ---
 
 
-def pages_of(coordinates, num_served=None):
-    """Answers with pages; from `num_served` on it is silent."""
-    served = []
-
-    def answer(want):
-        served.append(want.after)
-        if num_served is not None and len(served) > num_served:
-            raise PeerUnreachable("it has died.")
-        return Finding(State.HERE, b"", [], *pack_page(coordinates, want.after))
-
-    return answer
-
-
-def test_pages_are_read_to_the_end():
+def test_those_of_the_first_that_has_any_are_taken():
     coordinates = list(range(0, 5_000_000, 1000))
     peers = Peers(contacts_at(1, 2, 3, 4))
-    peers.held[peers.contacts[1], KEY] = pages_of(coordinates)
+    peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates(coordinates))
     lookup = Lookup(KEY, Kind.COORDINATES, 4)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == coordinates
-    assert peers.num_asked(peers.contacts[1]) == 13
+    assert peers.num_asked(peers.contacts[1]) == 1
 
 
-def test_who_dies_between_pages_is_replaced_by_another():
-    coordinates = list(range(0, 1_000_000, 1000))
-    peers = Peers(contacts_at(1, 2, 3, 4))
-    peers.held[peers.contacts[0], KEY] = pages_of(coordinates[::2], num_served=1)
-    peers.held[peers.contacts[2], KEY] = pages_of(coordinates)
-    lookup = Lookup(KEY, Kind.COORDINATES, 4)
-    peers.search(lookup, parallel=1)
-    assert lookup.coordinates == coordinates
-
-
-@pytest.mark.parametrize("packed", [b"\x80", b"\x00", b"\xff" * 800])
-def test_a_page_that_is_none_counts_as_no_answer(packed):
+@pytest.mark.parametrize(
+    "packed",
+    [b"\x80", b"\x00", b"\x91\x00", b"\x92\x01", b"\xff" * 800, pack_coordinates(range(300_000))],
+    ids=["no list", "a number", "twice", "cut off", "nonsense", "too many"],
+)
+def test_what_are_no_coordinates_counts_as_no_answer(packed):
     peers = Peers(contacts_at(1, 2, 3))
-    peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed, True)
-    peers.held[peers.contacts[1], KEY] = pages_of([1, 2])
+    peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed)
+    peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates([1, 2]))
     lookup = Lookup(KEY, Kind.COORDINATES, 3)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == [1, 2]
 
 
-def test_an_empty_page_hides_nothing():
+@pytest.mark.parametrize("packed", [b"", b"\x90"])
+def test_an_empty_list_hides_nothing(packed):
     peers = Peers(contacts_at(1, 2, 3))
-    peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"")
-    peers.held[peers.contacts[1], KEY] = pages_of([1, 2])
+    peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed)
+    peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates([1, 2]))
     lookup = Lookup(KEY, Kind.COORDINATES, 3)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == [1, 2]
-
-
-def test_pages_without_end_come_to_one():
-    peers = Peers(contacts_at(1))
-    peers.held[peers.contacts[0], KEY] = lambda want: Finding(State.HERE, b"", [], b"\x01", True)
-    lookup = Lookup(KEY, Kind.COORDINATES, 1)
-    peers.search(lookup)
-    assert lookup.is_done
-    assert len(peers.asked) <= 256
-
-
-def test_a_huge_page_is_read_no_further_than_pages_go():
-    peers = Peers(contacts_at(1))
-    peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], b"\x01" * 100_000, False)
-    lookup = Lookup(KEY, Kind.COORDINATES, 1)
-    peers.search(lookup)
-    assert len(lookup.coordinates) == 800

@@ -4,7 +4,7 @@ import logging
 from dht.living_swarm import LivingSwarm
 from dht.worlds import Liar
 from shoal.core import Address, run_virtual
-from shoal.dht.wire import MAX_CONTACTS, Finding, Found
+from shoal.dht.wire import MAX_CONTACTS, Finding, State
 from shoal.transport import Conditions, FaultScript
 
 ONE = [f"a{number}" for number in range(6)]
@@ -124,9 +124,11 @@ def test_a_bootstrap_peer_whose_names_lead_nowhere_is_harmless():
     async def main():
         async with LivingSwarm() as swarm:
             (dht,) = await swarm.start_many(1)
-            splits = dht.upkeep._splits
-            found = Found([], [Finding(0, bytes(range(256)))])
-            assert splits._strangers(found, Address("p0", 1024)) == []
+            async with Liar(swarm, "liar", near="liars", values=None) as liar:
+                liar._finding = lambda want, near: Finding(State.NOTHING, bytes(range(256)))
+                await dht.upkeep._splits._ask(liar.peer.address)
+                assert liar.num_asked == 1
+                assert dht.counts.num_pings == 1
 
     run_virtual(main())
 

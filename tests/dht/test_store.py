@@ -8,9 +8,8 @@ import pytest
 from dht.made_contacts import made_contact
 from dht.worlds import Liar, in_world, keep_at
 from shoal.core import PeerBusy
-from shoal.dht.records import Entry, Stored, Verdict
+from shoal.dht.records import Entry, Schema, Stored, Verdict
 from shoal.dht.store import PendingStore
-from shoal.dht.validation import Schema
 from shoal.dht.wire import MAX_CONTACTS, StoreAnswer, pack
 from shoal.transport import Reply
 
@@ -259,30 +258,28 @@ def far(*distances):
 
 
 def test_who_is_told_of_replaces_those_that_are_gone_and_no_others():
-    parcel = PendingStore(bytes(20), [])
     near = far(1, 2, 3, 100, 200)
-    parcel.begin(near, 2)
+    parcel = PendingStore(bytes(20), [], near, 2)
     assert [parcel.choose(), parcel.choose()] == [contact for _, contact in near[:2]]
-    parcel.add(far(50)[0][1], 2)
+    parcel.add(far(50)[0][1])
     assert parcel.num_wanted == 0
-    reach = parcel.item_for(2).reach
+    reach = parcel.asking_item().reach
     for _, contact in near[:2]:
         parcel.on_gone(contact)
     assert [parcel.choose(), parcel.choose()] == [contact for _, contact in near[2:4]]
-    assert parcel.item_for(2).reach > reach
-    assert parcel.item_for(2).known == b"".join(contact.packed[18:20] for _, contact in near[2:4])
-    parcel.add(far(50)[0][1], 2)
+    assert parcel.asking_item().reach > reach
+    assert parcel.asking_item().known == b"".join(contact.packed[18:20] for _, contact in near[2:4])
+    parcel.add(far(50)[0][1])
     assert parcel.num_wanted == 1
 
 
 def test_the_right_address_of_a_peer_is_wanted_beside_a_wrong_one():
-    parcel = PendingStore(bytes(20), [])
     (_, first), (distance, right) = far(9, 5)
     wrong = made_contact(distance, "10.6.6.6")
-    parcel.begin([(9 << 136, first)], 1)
+    parcel = PendingStore(bytes(20), [], [(9 << 136, first)], 1)
     parcel.choose()
-    parcel.add(wrong, 1)
-    parcel.add(right, 1)
+    parcel.add(wrong)
+    parcel.add(right)
     assert {parcel.choose(), parcel.choose()} == {wrong, right}
 
 

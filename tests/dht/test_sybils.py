@@ -14,7 +14,7 @@ import pytest
 
 from dht.worlds import Liar, in_world
 from shoal.core import PeerId
-from shoal.dht.validation import reserved_key
+from shoal.dht.records import reserved_key
 from shoal.dht.wire import number_of, pack
 
 NUM_HONEST, NUM_SYBILS = 40, 64

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from shoal.dht.validation import HASH_BYTES, MAX_LEAVES, MAX_PATH_BYTES, hash_tree, root_of
+from shoal.dht.records import HASH_BYTES, MAX_LEAVES, MAX_PATH_BYTES, hash_tree, root_of
 
 
 def messages_of(num):

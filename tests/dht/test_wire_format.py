@@ -10,8 +10,18 @@ import pytest
 from dht.signing import sign
 from shoal.core import Address, Peer, PeerId
 from shoal.core.identity import Identity
-from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of, reserved
-from shoal.dht.validation import Ownership, reserved_key, sign_many
+from shoal.dht.records import (
+    PLAIN,
+    Slot,
+    Validator,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    reserved,
+    reserved_key,
+    sign_many,
+)
 from shoal.dht.wire import (
     ABOUT,
     FIND,
@@ -31,8 +41,8 @@ from shoal.dht.wire import (
     StoreAnswer,
     Want,
     pack,
-    pack_page,
-    unpack_page,
+    pack_coordinates,
+    unpack_coordinates,
 )
 
 OWNER = Identity.from_seed(hashlib.sha256(b"owner").digest())
@@ -42,13 +52,13 @@ SLOT = Slot(b"\x07", b"\xa3abc", 1_700_000_000.5)
 MESSAGES = {
     "ping": Ping(4000),
     "pong": Pong(KEY, "10.0.0.7:4000", 1_700_000_000.25),
-    "find": Find(4000, [Want(KEY), Want(KEY, Kind.COORDINATES, 77, 5)]),
+    "find": Find(4000, [Want(KEY), Want(KEY, Kind.COORDINATES, 77)]),
     "found": Found(
         [b"contact"],
         [
             Finding(State.NOTHING, b"\x00"),
             Finding(State.HERE, b"", [SLOT]),
-            Finding(State.HERE, b"", [], b"\x01\x02", True),
+            Finding(State.HERE, b"", [], b"\x92\x01\x02"),
             Finding(State.TOO_LARGE, b"\x00"),
             Finding(State.ABSENT, b"\x00"),
         ],
@@ -62,8 +72,8 @@ MESSAGES = {
 BYTES = {
     "ping": "91cd0fa0",
     "pong": "93c414000102030405060708090a0b0c0d0e0f10111213ad31302e302e302e373a34303030cb41d954fc40100000",
-    "find": "92cd0fa09294c414000102030405060708090a0b0c0d0e0f1011121301cefffffffffe94c414000102030405060708090a0b0c0d0e0f10111213024d05",
-    "found": "9291c407636f6e74616374959500c4010090c400c29501c4009195c40107c404a3616263cb41d954fc40200000c400c400c400c29501c40090c4020102c39502c4010090c400c29503c4010090c400c2",
+    "find": "92cd0fa09293c414000102030405060708090a0b0c0d0e0f1011121301ceffffffff93c414000102030405060708090a0b0c0d0e0f10111213024d",
+    "found": "9291c407636f6e74616374959400c4010090c4009401c4009195c40107c404a3616263cb41d954fc40200000c400c400c4009401c40090c4039201029402c4010090c4009403c4010090c400",
     "store": "95cd0fa09294c414000102030405060708090a0b0c0d0e0f101112139195c40107c404a3616263cb41d954fc40200000c400c40000c40094c414000102030405060708090a0b0c0d0e0f101112139195c40107c404a3616263cb41d954fc40200000c400c40009c40474616773c290cb0000000000000000",
     "store in a cache": "95009194c414000102030405060708090a0b0c0d0e0f101112139195c40107c404a3616263cb41d954fc40200000c400c40000c400c390cb0000000000000000",
     "absence": "950090c291c414000102030405060708090a0b0c0d0e0f10111213cb4072c00000000000",
@@ -135,13 +145,13 @@ def test_signatures_are_these_bytes():
         together[2].signature.hex()
         == "39c26a0c7f3a74587f1c060970caa717201b5e059f34e076f01cb027381f7370006d50a5d2c8d0763b6240b234d1683c4e2f8d4fc8292cb5188e19800b355b0d0275501b7665621467880830b82b57b1bff0fc95bb1fe9a0a7b689b0441774d487"
     )
-    checker = Ownership()
+    checker = Validator()
     assert checker.check(KEY, alone) is None
     assert [checker.check(key, slot) for (key, _), slot in zip(unsigned, together, strict=True)] == [None] * 3
 
 
-def test_a_page_of_coordinates_is_these_bytes():
+def test_coordinates_are_these_bytes():
     coordinates = [-1, 0, 1, 200, 70_000]
-    page, has_more = pack_page(coordinates, -2)
-    assert (page.hex(), has_more) == ("010101c701a8a104", False)
-    assert unpack_page(page, -2) == coordinates
+    packed = pack_coordinates(coordinates)
+    assert packed.hex() == "95010101ccc7ce000110a8"
+    assert unpack_coordinates(packed) == coordinates

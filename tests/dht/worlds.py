@@ -13,7 +13,6 @@ from shoal.dht.node import DHT
 from shoal.dht.records import PLAIN, Slot, Verdict, encode_subkey, encode_value, key_of
 from shoal.dht.settings import DHTSettings
 from shoal.dht.wire import (
-    BEFORE_ALL,
     FIND,
     PING,
     STORE,
@@ -30,7 +29,7 @@ from shoal.dht.wire import (
     Want,
     number_of,
     pack,
-    pack_page,
+    pack_coordinates,
 )
 from shoal.transport import Endpoint, Reply
 
@@ -185,7 +184,7 @@ class Liar:
         if self.is_absent:
             return Finding(State.ABSENT, near)
         if want.kind == Kind.COORDINATES:
-            return Finding(State.HERE, near, [], *pack_page([6, 66, 666], BEFORE_ALL))
+            return Finding(State.HERE, near, [], pack_coordinates([6, 66, 666]))
         expires_at_s = self.endpoint.network.clock.wall_s() + 6 * 86_400
         lie = encode_value("a lie")
         if self.values == "owned":

@@ -25,7 +25,7 @@ from shoal.core.errors import (
     VersionMismatch,
 )
 from shoal.core.ids import Address, Key, Peer, PeerId
-from shoal.core.loop import LoopThread
+from shoal.core.loop import BlockingBridge, LoopThread
 from shoal.core.placement import Placement
 from shoal.core.scope import Scope, StandingScope, fanout
 from shoal.core.virtual import VirtualLoop, run_virtual
@@ -35,6 +35,7 @@ __all__ = [
     "AdaptiveDeadline",
     "Address",
     "BenchmarkError",
+    "BlockingBridge",
     "CheckpointError",
     "Clock",
     "Deadline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import contextlib
@@ -195,6 +196,63 @@ class LoopThread:
             _end_tasks(loop)
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+
+
+class BlockingBridge(abc.ABC):
+    """What blocking code opens with `with`, or by `open` and `close`, and what then lives on some loop.
+
+    For any thread but that loop's own. It can be opened again once it was closed.
+    """
+
+    _what = "bridge"
+    """What a user calls it, and how it is opened: for errors."""
+    _how = "'with'"
+
+    def __init__(self) -> None:
+        self._run: Callable[..., Any] | None = None
+        self._closing = contextlib.ExitStack()
+        self._lock = threading.RLock()  # of opening and closing, which a signal may cut into
+
+    @abc.abstractmethod
+    def _begin(self, closing: contextlib.ExitStack) -> Callable[..., Any]:
+        """Open it; what ends it goes into `closing`. Returns the `run` of the loop that it lives on."""
+
+    def open(self) -> Self:
+        """Begin, on a loop thread of its own unless one was given."""
+        with self._lock, contextlib.ExitStack() as closing:
+            if self._run is not None:
+                raise UsageError(
+                    f"This {self._what} is open already.", next_step="open it in one place only."
+                )
+            self._run = self._begin(closing)
+            closing.callback(setattr, self, "_run", None)
+            self._closing = closing.pop_all()
+        return self
+
+    def close(self) -> None:
+        """End; does nothing when that was done before."""
+        with self._lock:
+            self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
+        """Run any coroutine on the loop that it lives on, and wait for its result."""
+        run = self._run
+        if run is None:
+            work.close()
+            raise self._not_open()
+        result: T = run(work, deadline)
+        return result
+
+    def _not_open(self) -> UsageError:
+        return UsageError(f"This {self._what} is not open.", next_step=f"use it inside {self._how}.")
 
 
 class _Crossing(Generic[T]):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from shoal.dht.blocking import Swarm, connect
-from shoal.dht.node import DHT
-from shoal.dht.presence import announce, present
+from shoal.dht.node import DHT, announce, present
 from shoal.dht.protocol import Answered
-from shoal.dht.records import Entry, OwnSubkey, Stored, Value, Verdict, reserved
+from shoal.dht.records import Entry, OwnSubkey, Schema, Stored, Value, Verdict, reserved, reserved_key
 from shoal.dht.replication import Keeper, Kept
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema, reserved_key
 
 __all__ = [
     "DHT",

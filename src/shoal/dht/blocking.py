@@ -5,71 +5,48 @@ Everything happens in `DHT`; this file only crosses to its loop and back.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
-from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, UsageError
+from shoal.core import Address, BlockingBridge, Deadline, LoopThread, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.dht.protocol import Answered
-from shoal.dht.records import Entry, Stored, Value
+from shoal.dht.records import Entry, Schema, Stored, Value
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Schema
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 
-T = TypeVar("T")
 
-
-class Swarm:
+class Swarm(BlockingBridge):
     """A swarm as one of its peers sees it; for any thread but the loop's own. Made by `connect`.
 
     Open it with `with`, or by `open` and `close`. Its methods are those of `DHT`, which says what they mean.
     """
 
+    _what = "swarm"
+    _how = "'with shoal.connect(...)'"
+
     def __init__(self, opening: AbstractAsyncContextManager[DHT], loop: LoopThread | None = None) -> None:
+        super().__init__()
         self._opening = opening
-        self._loop = loop
+        self._given_loop = loop
         self._dht: DHT | None = None
-        self._closing = contextlib.ExitStack()
-        self._lock = threading.RLock()  # of opening and closing, which a signal may cut into
 
-    def open(self) -> Self:
-        """Join the swarm, on a loop thread of its own unless one was given."""
-        with self._lock, contextlib.ExitStack() as closing:
-            if self._dht is not None:
-                raise UsageError("This swarm is open already.", next_step="open it in one place only.")
-            if self._loop is None:
-                self._loop = closing.enter_context(LoopThread("shoal-dht"))
-                closing.callback(setattr, self, "_loop", None)
-            self._dht = self._loop.run(self._opening.__aenter__())
-            closing.callback(self._leave, self._loop)
-            self._closing = closing.pop_all()
-        return self
-
-    def close(self) -> None:
-        """Leave the swarm; does nothing when it was left before. It can be opened again."""
-        with self._lock:
-            self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self.open()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _begin(self, closing: ExitStack) -> Callable[..., Any]:
+        loop = self._given_loop or closing.enter_context(LoopThread("shoal-dht"))
+        self._dht = loop.run(self._opening.__aenter__())
+        closing.callback(lambda: loop.run(_leave(self._opening)))
+        closing.callback(setattr, self, "_dht", None)
+        return loop.run
 
     @property
     def dht(self) -> DHT:
         """The peer itself, for code on its loop: `swarm.run(declare_experts(swarm.dht, ...))`."""
         if self._dht is None:
-            raise UsageError("This swarm is not open.", next_step="use it inside 'with shoal.connect(...)'.")
+            raise self._not_open()
         return self._dht
 
     @property
@@ -82,14 +59,6 @@ class Swarm:
         """Where others can join it; None for a client."""
         dht = self.dht
         return None if dht.is_client else dht.peer.address
-
-    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
-        """Run any coroutine on the DHT's loop, and wait for its result."""
-        loop = self._loop
-        if loop is None:
-            work.close()
-            raise UsageError("This swarm is not open.", next_step="use it inside 'with shoal.connect(...)'.")
-        return loop.run(work, deadline)
 
     def in_s(self, seconds: float) -> float:
         """The wall time so long from now, as expirations are given."""
@@ -147,10 +116,6 @@ class Swarm:
     def peers(self) -> list[Peer]:
         """Those of the swarm that this peer has met and still remembers: a sample of a large swarm."""
         return self.run(_peers(self.dht))
-
-    def _leave(self, loop: LoopThread) -> None:
-        self._dht = None
-        loop.run(_leave(self._opening))
 
 
 def connect(

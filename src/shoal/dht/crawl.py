@@ -24,7 +24,7 @@ from shoal.core.ids import ID_BYTES
 from shoal.dht.join import first_ping, unreachable
 from shoal.dht.node import DHT
 from shoal.dht.protocol import Answered, DHTProtocol
-from shoal.dht.wire import ID_BITS, About, Contact, Kind, Want
+from shoal.dht.wire import ID_BITS, About, Contact, Kind, Want, named
 
 _NUM_DISTANCES = 15
 """Halves of the space, and halves of these, in which each peer is asked for whom it knows."""
@@ -77,7 +77,12 @@ async def crawl(
     outcomes = await fanout(pings, protocol.call_deadline(1.1))
     answered = [outcome.peer for outcome in outcomes if isinstance(outcome, Answered)]
     if own := next((peer for peer in answered if peer.id == dht.peer_id), None):
-        raise _own_identity(own)
+        raise PeerRefused(
+            f"{own.address} has the identity that is to visit it.",
+            peer=own,
+            cause="the identity file that was named is that peer's own, or a copy of it.",
+            next_step="leave --identity-file out: then the visit has an identity of its own.",
+        )
     unreached = [
         Visited(Peer(start), error=_one_line(outcome))
         for start, outcome in zip(starts, outcomes, strict=True)
@@ -155,8 +160,8 @@ class _Crawler:
         for other in told:
             if other is not None:
                 self._meet(other, self._found_from[contact.id])
-        near = [told[index] for index in found.findings[0].near if index < len(told)]
-        distances = [other.number ^ number for other in near if other is not None and other.id != contact.id]
+        near = named(told, found.findings[0].near)
+        distances = [other.number ^ number for other in near if other.id != contact.id]
         if distances:
             self._num_neighbours += len(distances)
             self._reach += max(distances) / (1 << ID_BITS)
@@ -175,15 +180,6 @@ class _Crawler:
         while self._same_as[start] != start:
             start = self._same_as[start]
         return start
-
-
-def _own_identity(peer: Peer) -> PeerRefused:
-    return PeerRefused(
-        f"{peer.address} has the identity that is to visit it.",
-        peer=peer,
-        cause="the identity file that was named is that peer's own, or a copy of it.",
-        next_step="leave --identity-file out: then the visit has an identity of its own.",
-    )
 
 
 def _one_line(error: Exception) -> str:

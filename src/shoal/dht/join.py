@@ -34,7 +34,7 @@ from shoal.core.ids import ID_BYTES
 from shoal.core.untrusted import decode_json
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.search import Lookup, look_up
-from shoal.dht.wire import ID_BITS, MAX_CONTACTS, Contact, Found, Kind, Want
+from shoal.dht.wire import ID_BITS, Contact, Found, Kind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
@@ -73,10 +73,7 @@ class Joining:
         if not met.contacts and known:
             if self.addresses:
                 log.warning("No address to join answers; trying %d peers of last time.", len(known))
-            again = await self._meet(known)
-            met.contacts = again.contacts
-            met.refusals += again.refusals
-            met.untimely = met.untimely or again.untimely
+            await self._meet(known, met)
         if not met.contacts and self.addresses:
             self._complain(met)
         self._warn_of_clocks(met)
@@ -94,10 +91,11 @@ class Joining:
         self.known.remember(contact.peer for contact in self._protocol.table.contacts())
         self.known.save()
 
-    async def _meet(self, peers: Sequence[Peer]) -> Met:
+    async def _meet(self, peers: Sequence[Peer], met: Met | None = None) -> Met:
         """Ping peers, then look for this peer's own id, which makes its neighbours known both ways."""
         protocol = self._protocol
-        met = await meet(protocol, peers)
+        met = met or Met()
+        await meet(protocol, peers, met)
         self.seen_as = met.seen_as or self.seen_as
         if met.contacts:
             await self.reachability.check(met.contacts)
@@ -211,24 +209,18 @@ async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
     try:
         return await protocol.call_ping(peer)
     except PeerRefused as error:
-        raise explained(error, peer.address) from error
+        if "has no method" not in error.what:
+            raise
+        raise PeerRefused(
+            f"At {peer.address} is a Shoal peer without a DHT.",
+            peer=error.peer,
+            cause="`shoal doctor --serve` runs there, or a program that opens no DHT.",
+            next_step="join a peer that `shoal dht` runs, or a program's `shoal.DHT`.",
+        ) from error
 
 
-def explained(error: Exception, address: Address) -> Exception:
-    """The error of a first ping, or if the peer there has no DHT, one that says so."""
-    if not isinstance(error, PeerRefused) or "has no method" not in error.what:
-        return error
-    return PeerRefused(
-        f"At {address} is a Shoal peer without a DHT.",
-        peer=error.peer,
-        cause="`shoal doctor --serve` runs there, or a program that opens no DHT.",
-        next_step="join a peer that `shoal dht` runs, or a program's `shoal.DHT`.",
-    )
-
-
-async def meet(protocol: DHTProtocol, peers: Sequence[Peer]) -> Met:
+async def meet(protocol: DHTProtocol, peers: Sequence[Peer], met: Met) -> None:
     """Ping peers, a few at once, until enough of them have answered."""
-    met = Met()
 
     def is_enough(outcomes: Sequence[Answered | Exception]) -> bool:
         return sum(isinstance(one, Answered) and _is_welcome(protocol, one) for one in outcomes) >= _ENOUGH
@@ -248,7 +240,6 @@ async def meet(protocol: DHTProtocol, peers: Sequence[Peer]) -> Met:
                 raise outcome
         if len(met.contacts) >= _ENOUGH:
             break
-    return met
 
 
 def _note(protocol: DHTProtocol, met: Met, answered: Answered) -> None:
@@ -441,7 +432,8 @@ class SplitCheck:
             self._wait_s = check_s
             return
         await self._joining.reachability.check_again(contact)
-        strangers = self._strangers(found, teller.address)
+        told = named(protocol.read_contacts(found.contacts, teller.address), found.findings[0].near)
+        strangers = [each for each in told if each not in protocol.table]
         # whoever is nearer than the nearest contact would have met this peer when it came
         nearest = protocol.table.nearest(own, 1, now_s=protocol.now_s())
         reach = nearest[0].number ^ own if nearest else 1 << ID_BITS
@@ -457,18 +449,6 @@ class SplitCheck:
             level = log.warning if self.num_found == 1 else log.debug
             level("This swarm was split: %s knows %d near peers that this one had not met.", teller, len(met))
             await self._joining.rejoin()
-
-    def _strangers(self, found: Found, teller: Address) -> list[Contact]:
-        """Of as many as a peer may name, those that this one has not met and that have not failed."""
-        near = [index for index in found.findings[0].near[:MAX_CONTACTS] if index < len(found.contacts)]
-        told = [self._protocol.book.read(found.contacts[index], teller) for index in near]
-        return [
-            contact
-            for contact in told
-            if contact is not None
-            and contact not in self._protocol.table
-            and not self._protocol.is_backed_off(contact)
-        ]
 
 
 # --- the peers that were there last time ---

@@ -16,19 +16,31 @@ from typing import Any, Self
 from shoal.core import Address, Deadline, Key, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.join import Joining
-from shoal.dht.protocol import Answered, Counts, DHTProtocol
-from shoal.dht.records import Entry, OwnSubkey, Stored, Value, key_of, value_of
-from shoal.dht.replication import Keeper
+from shoal.dht.protocol import Answered, DHTProtocol
+from shoal.dht.records import (
+    Entry,
+    OwnSubkey,
+    Schema,
+    Stored,
+    Validator,
+    Value,
+    encode_value,
+    holder_of,
+    key_of,
+    reserved,
+    value_of,
+)
+from shoal.dht.replication import Keeper, Kept
 from shoal.dht.search import Lookup, find_records, look_up, mark_absent
 from shoal.dht.settings import DHTSettings
 from shoal.dht.store import signed_slots, store_slots
 from shoal.dht.upkeep import Upkeep
-from shoal.dht.validation import Schema, Validator
 from shoal.dht.wire import About, Contact, Kind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host
 
-_SCHEMAS = (Schema("presence", Any, OwnSubkey),)  # nobody can be there first with something else
+_PRESENCE = "presence"
+_SCHEMAS = (Schema(_PRESENCE, Any, OwnSubkey),)  # nobody can be there first with something else
 
 
 class DHT:
@@ -64,6 +76,7 @@ class DHT:
         validator = Validator((*_SCHEMAS, *schemas), self.settings)
         self.protocol = DHTProtocol(self.endpoint, self.peer_id, self.settings, validator)
         self.protocol.is_client = self._is_client_by_choice
+        self.counts = self.protocol.counts
         self.table = self.protocol.table
         self.records = self.protocol.records
         self.storage, self.cache = self.records.storage, self.records.cache
@@ -128,11 +141,6 @@ class DHT:
         return Peer(address, self.peer_id)
 
     @property
-    def counts(self) -> Counts:
-        """How many requests of each kind this peer has sent so far."""
-        return self.protocol.counts
-
-    @property
     def num_served(self) -> int:
         """Requests of others answered so far."""
         return self.protocol.num_served
@@ -151,7 +159,7 @@ class DHT:
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
-        self.protocol.validator.schemas.add(schema)
+        self.protocol.validator.add_schema(schema)
 
     # --- storing ---
 
@@ -276,3 +284,40 @@ def _identity_of(
 
 def _address(given: Any) -> Any:
     return Address.parse(given) if isinstance(given, str) else given
+
+
+# --- who is there: every peer has a subkey of its own in one dictionary, stored again before it expires ---
+
+
+def announce(dht: DHT, group_name: str, info: Any, lifetime_s: float) -> Kept:
+    """Be present with `info` until the handle is stopped, or this peer vanishes, and `lifetime_s` more.
+
+    `info` is a value, or a function without arguments that gives it whenever it is stored again.
+    """
+    name, subkey = f"{_PRESENCE}.{group_name}", reserved(dht.peer_id)
+    if not callable(info):
+        encode_value(info)  # what cannot be stored should be said here, not in a log
+
+    def make(expires_at_s: float) -> list[Entry]:
+        value = info() if callable(info) else info
+        return [Entry(name, value, expires_at_s, subkey, is_owned=True)]
+
+    return dht.keeper.keep(make, lifetime_s)
+
+
+async def present(
+    dht: DHT, group_name: str, *, latest: bool = True, deadline: Deadline | None = None
+) -> dict[PeerId, Value]:
+    """What each peer that is present has announced, in order of their ids.
+
+    Without `latest` the first answer is taken, which may lack those who have only just come.
+    """
+    found = await dht.get(f"{_PRESENCE}.{group_name}", latest=latest, deadline=deadline)
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    peers = {
+        peer_id: slot
+        for subkey, slot in found.value.items()
+        if (peer_id := holder_of(subkey)) is not None and slot.owner == peer_id
+    }
+    return dict(sorted(peers.items()))

@@ -34,17 +34,17 @@ from shoal.core import (
 )
 from shoal.core.ids import ID_BYTES
 from shoal.core.limits import RateLimiter
-from shoal.dht.records import Slot, Verdict
+from shoal.dht.records import Slot, Validator, Verdict
 from shoal.dht.routing_table import RoutingTable
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import LocalRecords
-from shoal.dht.validation import Validator
 from shoal.dht.wire import (
     ABOUT,
     FIND,
     MAX_CONTACTS,
     MAX_INDEX,
     MAX_WANTS,
+    MESSAGES,
     PING,
     REACH_SHIFT,
     STORE,
@@ -64,7 +64,6 @@ from shoal.dht.wire import (
     StoreAnswer,
     Want,
     number_of,
-    pack_page,
     resolved,
     size_of,
     tag_of,
@@ -82,12 +81,7 @@ _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 _NUM_WITNESSES = 2
 _LAST_VERDICT = max(Verdict)
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    PING: msgspec.msgpack.Decoder(Pong),
-    FIND: msgspec.msgpack.Decoder(Found),
-    STORE: msgspec.msgpack.Decoder(StoreAnswer),
-    ABOUT: msgspec.msgpack.Decoder(About),
-}
+_decoders = {method: msgspec.msgpack.Decoder(answer) for method, (_, answer) in MESSAGES.items()}
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -145,12 +139,6 @@ class DHTProtocol:
         self._round_trips = RoundTrips()
         self._is_serving = False
         self._began_s = 0.0
-        self._handlers: dict[str, tuple[Any, Any]] = {
-            PING: (self.rpc_ping, Ping),
-            FIND: (self.rpc_find, Find),
-            STORE: (self.rpc_store, Store),
-            ABOUT: (self.rpc_about, None),
-        }
 
     async def open(self) -> None:
         """Have a scope for tasks."""
@@ -163,15 +151,16 @@ class DHTProtocol:
         await self._standing.close()
         if self._is_serving:
             self._is_serving = False
-            for method in self._handlers:
+            for method in MESSAGES:
                 self.endpoint.routes.remove(method)
 
     def serve(self) -> None:
         """Answer others from now on."""
         self._is_serving = True
         self._began_s = self.endpoint.network.clock.now_s()
-        for method, (handler, payload_type) in self._handlers.items():
-            self.endpoint.handle(method, handler, payload_type=payload_type)
+        for method, (asked, _) in MESSAGES.items():
+            handler = getattr(self, method.replace("dht.", "rpc_"))
+            self.endpoint.handle(method, handler, payload_type=asked)
 
     @property
     def port(self) -> int:
@@ -218,9 +207,8 @@ class DHTProtocol:
         target = await resolved(self.endpoint.network, peer if isinstance(peer, Peer) else Peer(peer))
         clock = self.endpoint.network.clock
         began_s = clock.now_s()
-        reply = await self._send(target, PING, Ping(self.port), deadline)
+        pong: Pong = await self._send(target, PING, Ping(self.port), deadline or self.call_deadline())
         took_s = clock.now_s() - began_s
-        pong: Pong = self._read(target, PING, reply)
         if len(pong.peer_id) != ID_BYTES:
             raise self._nonsense(target, "it told no peer id.")
         claimed = PeerId(pong.peer_id)
@@ -234,36 +222,37 @@ class DHTProtocol:
 
     async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> About:
         """Ask a peer how it is."""
-        about: About = self._read(peer, ABOUT, await self._send(peer, ABOUT, None, deadline))
+        about: About = await self._send(peer, ABOUT, None, deadline or self.call_deadline())
         return about
 
     async def _call(self, contact: Contact, method: str, payload: object) -> Any:
-        """Ask, and tell the table what came of it."""
-        clock = self.endpoint.network.clock
-        began_s = clock.now_s()
-        try:
-            answer = self._read(contact.peer, method, await self._send_until_taken(contact, method, payload))
-        except PeerBusy:
-            raise  # alive, and asked too often
-        except (PeerError, DeadlineExceeded, ProtocolError):
-            self.counts.num_failed += 1
-            self.table.on_failed(contact, self.now_s())
-            raise
+        """Ask, again for a while when the peer is too busy, and tell the table what came of it."""
+        clock, deadline = self.endpoint.network.clock, self.call_deadline()
+        began_s, wait_s = clock.now_s(), _FIRST_WAIT_S
+        while True:
+            try:
+                answer = await self._send(contact.peer, method, payload, deadline)
+                break
+            except PeerBusy:  # alive, and asked too often
+                if deadline.remaining_s < 2 * wait_s:
+                    raise
+            except (PeerError, DeadlineExceeded, ProtocolError):
+                self.counts.num_failed += 1
+                self.table.on_failed(contact, self.now_s())
+                raise
+            await asyncio.sleep(wait_s * self.random.uniform(0.75, 1.25))
+            wait_s *= 2
         self._on_seen(contact, clock.now_s() - began_s)
         return answer
 
-    async def _send_until_taken(self, contact: Contact, method: str, payload: object) -> Any:
-        """Ask, and ask again for a while when the peer is too busy."""
-        deadline = self.call_deadline()
-        wait_s = _FIRST_WAIT_S
-        while True:
-            try:
-                return await self._send(contact.peer, method, payload, deadline)
-            except PeerBusy:
-                if deadline.remaining_s < 2 * wait_s:
-                    raise
-                await asyncio.sleep(wait_s * self.random.uniform(0.75, 1.25))
-                wait_s *= 2
+    async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline) -> Any:
+        """Send a request, and read the answer; ProtocolError for one that is not as it should be."""
+        into = _allocate if method == FIND else None  # only records may be large
+        reply = await self.endpoint.datagrams.call(peer, method, payload, deadline=deadline, into=into)
+        try:
+            return _decoders[method].decode(reply.buffers[0] if reply.buffers else reply.payload)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
 
     def call_deadline(self, num_calls: float = 1.0) -> Deadline:
         """The deadline of so many calls one after another."""
@@ -272,19 +261,6 @@ class DHTProtocol:
     def look_up_deadline(self, given: Deadline | None = None) -> Deadline:
         """The deadline of a whole look-up or store, unless one is given."""
         return given or Deadline.after(_LOOK_UP_S * self.settings.patience)
-
-    async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline | None) -> Any:
-        into = _allocate if method == FIND else None  # only records may be large
-        reply = await self.endpoint.datagrams.call(
-            peer, method, payload, deadline=deadline or self.call_deadline(), into=into
-        )
-        return reply.buffers[0] if reply.buffers else reply.payload
-
-    def _read(self, peer: Peer, method: str, payload: Any) -> Any:
-        try:
-            return _decoders[method].decode(payload)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
 
     def _nonsense(self, peer: Peer | Contact, cause: str) -> ShoalError:
         who = peer.peer if isinstance(peer, Contact) else peer
@@ -309,14 +285,14 @@ class DHTProtocol:
         if len(wants) > MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
             raise PeerRefused(f"a find takes at most {MAX_WANTS} keys of {ID_BYTES} bytes.")
         self._admit(head.peer, head.payload.port, cost_of_find(len(wants)))
-        wall_s, asker = self.wall_s(), _number(head.peer.id)
+        wall_s, asker = self.wall_s(), _number_of(head.peer)
         contacts: dict[bytes, int] = {}
         findings = []
         left_bytes = _MAX_SLOTS_BYTES
         for want in wants:
             finding, size_bytes = self._finding(want, asker, wall_s, contacts)
             if size_bytes > left_bytes and len(wants) > 1:
-                near = finding.near or self._near_indexes(want.key, want.reach, asker, contacts)
+                near = finding.near or _indexes(self._near(want.key, want.reach, asker), contacts)
                 finding, size_bytes = Finding(State.TOO_LARGE, near), 0
             left_bytes -= size_bytes
             findings.append(finding)
@@ -327,18 +303,18 @@ class DHTProtocol:
     ) -> tuple[Finding, int]:
         """What there is of a key, and how many bytes of an answer's room that takes."""
         key, kind = want.key, want.kind
+        slots: list[Slot] = []
+        coordinates = b""
         if kind == Kind.COORDINATES:
-            near = self._near_indexes(key, want.reach, asker, contacts)
-            if coordinates := self.records.coordinates(key, wall_s):
-                page, has_more = pack_page(coordinates, want.after)
-                return Finding(State.HERE, near, [], page, has_more), len(page)
-        else:
-            slots = self.records.get(key, wall_s) if kind != Kind.PEERS else []
+            coordinates = self.records.coordinates(key, wall_s)
+        elif kind != Kind.PEERS:
+            slots = self.records.get(key, wall_s)
             if slots and kind == Kind.VALUE:
                 return Finding(State.HERE, b"", slots), sum(map(size_of, slots))
-            near = self._near_indexes(key, want.reach, asker, contacts)
-            if slots:
-                return Finding(State.HERE, near, slots), sum(map(size_of, slots))
+        near = _indexes(self._near(key, want.reach, asker), contacts)
+        if slots or coordinates:
+            size_bytes = len(coordinates) + sum(map(size_of, slots))
+            return Finding(State.HERE, near, slots, coordinates), size_bytes
         is_absent = kind != Kind.PEERS and self.records.cache.is_absent(key, wall_s)
         return Finding(State.ABSENT if is_absent else State.NOTHING, near), 0
 
@@ -359,7 +335,7 @@ class DHTProtocol:
             if len(key) == ID_BYTES and not records.storage.get(key, wall_s):
                 records.cache.mark_absent(key, until_s)
         contacts: dict[bytes, int] = {}
-        near = [self._unknown(item, head.peer.id, contacts) if item.reach else b"" for item in store.items]
+        near = [self._unknown(item, head.peer, contacts) if item.reach else b"" for item in store.items]
         return _reply(StoreAnswer(verdicts, list(contacts), near if contacts else []))
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
@@ -399,15 +375,12 @@ class DHTProtocol:
             if (contact.number ^ number) >> REACH_SHIFT < reach and contact.number != asker
         ]
 
-    def _near_indexes(self, key: bytes, reach: int, asker: int, contacts: dict[bytes, int]) -> bytes:
-        return _indexes(self._near(key, reach, asker), contacts)
-
-    def _unknown(self, item: Item, asker: PeerId | None, contacts: dict[bytes, int]) -> bytes:
+    def _unknown(self, item: Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
         """Peers that an item should be brought to and is not."""
         if len(item.key) != ID_BYTES:
             return b""
         known = {item.known[at : at + TAG_BYTES] for at in range(0, len(item.known), TAG_BYTES)}
-        near = self._near(item.key, item.reach, _number(asker))
+        near = self._near(item.key, item.reach, _number_of(asker))
         return _indexes([contact for contact in near if tag_of(contact.packed) not in known], contacts)
 
     # --- who is there ---
@@ -454,14 +427,8 @@ class DHTProtocol:
         """Ping a peer in the background, to see whether it is still there."""
         if contact in self._checked or self.is_backed_off(contact):
             return
-        if self.start_soon(self._check_in_background(contact), "dht ping"):
+        if self.start_soon(self.check(contact), "dht ping"):
             self._checked[contact] = None
-
-    async def _check_in_background(self, contact: Contact) -> None:
-        try:
-            await self.check(contact)
-        finally:
-            self._checked.pop(contact, None)
 
     async def check(self, contact: Contact) -> None:
         """Ping a peer; the table is told when it is not there any more."""
@@ -471,6 +438,8 @@ class DHTProtocol:
             pass  # it is there
         except ShoalError:
             self.table.on_failed(contact, self.now_s())
+        finally:
+            self._checked.pop(contact, None)
 
     def start_soon(self, work: Coroutine[Any, Any, object], name: str) -> bool:
         """Do something in the background; False when too much is being done there already."""
@@ -500,8 +469,8 @@ def _allocate(head: Head) -> list[bytearray]:
     return [bytearray(size_bytes) for size_bytes in head.sizes]
 
 
-def _number(peer_id: PeerId | None) -> int:
-    return number_of(peer_id.digest) if peer_id is not None else -1
+def _number_of(peer: Peer) -> int:
+    return number_of(peer.id.digest) if peer.id is not None else -1
 
 
 def _indexes(near: Sequence[Contact], contacts: dict[bytes, int]) -> bytes:
@@ -540,29 +509,28 @@ class RequestLimits:
     """
 
     def __init__(self, settings: DHTSettings) -> None:
+        rates = (settings.max_messages_a_s, settings.max_records_a_s)
+        self._messages, self._records = (RateLimiter(rate, BURST_S * rate) for rate in rates)
         self._settings = settings
-        self._messages = RateLimiter(settings.max_messages_a_s, BURST_S * settings.max_messages_a_s)
-        self._records = RateLimiter(settings.max_records_a_s, BURST_S * settings.max_records_a_s)
 
     def take_messages(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has asked too often."""
         if wait_s := self._messages.take(_asker_of(peer.address), num, now_s):
-            what = f"{peer} asks more than {self._settings.max_messages_a_s:g} times a second"
-            raise _too_much(what, wait_s, "max_messages_a_s")
+            raise _too_much(f"{peer} asks", self._settings.max_messages_a_s, "times", wait_s)
 
     def take_records(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has stored too much."""
         if wait_s := self._records.take(_asker_of(peer.address), num, now_s):
-            what = f"{peer} stores more than {self._settings.max_records_a_s:g} records a second"
-            raise _too_much(what, wait_s, "max_records_a_s")
+            raise _too_much(f"{peer} stores", self._settings.max_records_a_s, "records", wait_s)
 
 
 def _asker_of(address: Address) -> Address | str:
     return address if is_loopback(address.host) else address.host
 
 
-def _too_much(what: str, wait_s: float, setting: str) -> PeerBusy:
+def _too_much(who: str, limit_a_s: float, what: str, wait_s: float) -> PeerBusy:
+    setting = "max_messages_a_s" if what == "times" else "max_records_a_s"
     return PeerBusy(
-        f"{what}, with others at its host.",
+        f"{who} more than {limit_a_s:g} {what} a second, with others at its host.",
         next_step=f"wait for {wait_s:.2g} s, or raise {setting} in the DHT's settings of the peer asked.",
     )

@@ -128,7 +128,7 @@ class Replicator:
         due = []
         for key, transfer in tuple(self._transfers.items()):
             if transfer.due_s <= now_s:
-                sent_at_s = self._sent_at_s(key)
+                sent_at_s = self._storage.stored_at_s(key)
                 if sent_at_s <= transfer.since_s and sent_at_s + _APART_S > wall_s:
                     self._transfers[key] = transfer._replace(due_s=now_s + sent_at_s + _APART_S - wall_s)
                     continue
@@ -151,7 +151,7 @@ class Replicator:
         """Send records again that nobody has sent here for long."""
         oldest_s = self._protocol.wall_s() - self._protocol.settings.republish_s
         keys = self._storage.keys()
-        due = [key for key in keys if self._sent_at_s(key) <= oldest_s]
+        due = [key for key in keys if self._storage.stored_at_s(key) <= oldest_s]
         return self._republish(due) if due else None
 
     async def _republish(self, keys: Sequence[bytes]) -> None:
@@ -163,7 +163,7 @@ class Replicator:
         async for key in _in_turns(keys):
             number = number_of(key)
             rank = sum(contact.number ^ number < protocol.number ^ number for contact in self._nearest(key))
-            if wall_s - self._sent_at_s(key) >= republish_s * (1 + _REPUBLISH_TURN * rank):
+            if wall_s - self._storage.stored_at_s(key) >= republish_s * (1 + _REPUBLISH_TURN * rank):
                 due.append(key)
         await self._send(due)
 
@@ -188,11 +188,6 @@ class Replicator:
         if len(nearest) == num_replicas and nearest[-1].number ^ number > protocol.number ^ number:
             nearest.pop()
         return nearest
-
-    def _sent_at_s(self, key: bytes) -> float:
-        """When the writer or another holder has last sent a key's records here; long ago if not at all."""
-        sent_at_s = self._storage.stored_at_s(key)
-        return -math.inf if sent_at_s is None else sent_at_s
 
 
 async def _in_turns(keys: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -274,18 +269,14 @@ class Kept:
         self.num_failures = 0
         """Times in a row that somebody should have taken them and nobody did."""
         self.is_stopped = False
-        self._stored: list[Stored] | None = None
+        self.last_stored: list[Stored] = []
+        """What became of them last time, in the order of the entries; nothing before the first time."""
         self._was_stored = asyncio.Event()
 
     def stop(self) -> None:
         """Store them no more, and let them expire."""
         self.is_stopped = True
         self._was_stored.set()
-
-    @property
-    def last_stored(self) -> list[Stored]:
-        """What became of them last time, in the order of the entries; nothing before the first time."""
-        return list(self._stored or ())
 
     async def stored(self, deadline: Deadline | None = None) -> list[Stored]:
         """Wait until they were tried to be stored once; what became of that."""
@@ -298,7 +289,7 @@ class Kept:
 
     def on_stored(self, stored: list[Stored]) -> None:
         """Take note of what became of them."""
-        self._stored = stored
+        self.last_stored = stored
         self._was_stored.set()
 
 
@@ -357,38 +348,28 @@ class Keeper:
                 async with asyncio.timeout_at(None if next_s == math.inf else next_s):
                     await self._wake.wait()
 
-    async def _store(self, due: list[Kept]) -> None:
-        began_s = asyncio.get_running_loop().time()
-        parts: list[tuple[Kept, Entry]] = []
-        made: dict[Kept, Sequence[Entry]] = {}
-        outcomes: dict[Kept, list[Stored]] = {kept: [] for kept in due}
-        for kept in due:
-            kept.due_s = began_s + kept.lifetime_s / 2
-            made[kept], can_travel = self._made(kept)
-            if can_travel:
-                parts += [(kept, entry) for entry in made[kept]]
-            else:
-                outcomes[kept] = [Stored(0, Verdict.BAD_VALUE)] * len(made[kept])
-        for start in range(0, len(parts), MAX_BATCH):
-            batch = parts[start : start + MAX_BATCH]
-            for (kept, _), outcome in zip(batch, await self._store_batch(batch), strict=True):
-                outcomes[kept].append(outcome)
-        for kept in due:
-            self._judge(kept, made[kept], outcomes[kept])
-
-    async def _store_batch(self, batch: list[tuple[Kept, Entry]]) -> list[Stored]:
-        """Together, or where that fails each of the kept by itself: the others should live."""
-        apart = [list(some) for _, some in itertools.groupby(batch, key=lambda part: part[0])]
+    async def _store(self, due: Sequence[Kept]) -> None:
+        """Store all together, or where that fails each by itself: the others should live."""
+        made = [(kept, entries) for kept in due if (entries := self._made(kept)) is not None]
+        together = [entry for _, entries in made for entry in entries]
+        stored: list[Stored] = []
         try:
-            return await self._store_many([entry for _, entry in batch])
+            for start in range(0, len(together), MAX_BATCH):
+                stored += await self._store_many(together[start : start + MAX_BATCH])
         except Exception:
-            if len(apart) == 1:
-                log.exception("%d records that are to be kept could not be stored.", len(batch))
-                return [Stored(0, Verdict.NOT_ASKED)] * len(batch)
-        return [stored for some in apart for stored in await self._store_batch(some)]
+            if len(made) > 1:
+                for kept, _ in made:
+                    await self._store([kept])
+                return
+            log.exception("%d records that are to be kept could not be stored.", len(together))
+            stored += [Stored(0, Verdict.NOT_ASKED)] * (len(together) - len(stored))
+        outcomes = iter(stored)
+        for kept, entries in made:
+            self._judge(kept, entries, list(itertools.islice(outcomes, len(entries))))
 
-    def _made(self, kept: Kept) -> tuple[Sequence[Entry], bool]:
-        """What the program's own code makes, and whether it can be stored."""
+    def _made(self, kept: Kept) -> Sequence[Entry] | None:
+        """What the program's own code makes; None for what cannot be stored."""
+        kept.due_s = asyncio.get_running_loop().time() + kept.lifetime_s / 2
         entries: Sequence[Entry] = ()
         try:
             entries = kept.make(self._protocol.wall_s() + kept.lifetime_s)
@@ -399,8 +380,9 @@ class Keeper:
         except Exception:
             if kept.num_failures == 0:
                 log.exception("Records that are to be kept cannot be stored.")
-            return entries, False
-        return entries, True
+            self._judge(kept, entries, [Stored(0, Verdict.BAD_VALUE)] * len(entries))
+            return None
+        return entries
 
     def _judge(self, kept: Kept, entries: Sequence[Entry], outcomes: list[Stored]) -> None:
         """Try again soon what nobody took; say so once."""
@@ -416,13 +398,8 @@ class Keeper:
             kept.num_failures = 0
             return
         if kept.num_failures == 0:
-            log.warning(
-                "%d of %d records that are to be kept were not stored (%s): %s",
-                len(refused),
-                len(entries),
-                refused[0][1].name,
-                _names([entry for entry, _ in refused]),
-            )
+            what = f"{len(refused)} of {len(entries)} records that are to be kept were not stored"
+            log.warning("%s (%s): %s", what, refused[0][1].name, _names([entry for entry, _ in refused]))
         kept.num_failures += 1
         if any(verdict in _PASSING for _, verdict in refused):
             retry_s = min(_FIRST_RETRY_S * 2.0 ** min(kept.num_failures - 1, 16), kept.lifetime_s / 8)

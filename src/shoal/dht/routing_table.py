@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import NamedTuple
 
 from shoal.core import Address, PeerId
 from shoal.core.limits import FailureBackoff
@@ -34,18 +33,6 @@ MAX_RETRIES = 8
 """Contacts that failed and are named to be pinged again at once."""
 
 
-class BucketView(NamedTuple):
-    """One bucket, for people to look at: ids from `low` up to, but not including, `high`."""
-
-    depth: int
-    low: int
-    high: int
-    num_contacts: int
-    num_replacements: int
-    last_seen_s: float | None
-    """When any of its contacts was last heard; None for none of them yet."""
-
-
 class RoutingTable:
     """The contacts of one peer. One id and one address have one place; the own id has none."""
 
@@ -54,7 +41,7 @@ class RoutingTable:
         self._size = settings.bucket_size
         self._max_of_a_host = max(1, settings.bucket_size // 2)
         self._random = random
-        self._buckets = KBuckets(self._own, settings.depth_modulo)
+        self.buckets = KBuckets(self._own, settings.depth_modulo)
         self._places = SortedContacts()
         self._seen_s = array("d")  # beside the places; -inf after promotion: it may be gone since
         self._at_address: dict[Address, Contact] = {}
@@ -103,15 +90,15 @@ class RoutingTable:
         """It has not answered: it loses its place to a replacement, and is backed off from."""
         if contact.number == self._own:
             return
-        bucket = self._buckets.of(contact.number)
-        is_replacement = bucket.replacement(contact.number) == contact
+        bucket = self.buckets.of(contact.number)
+        is_replacement = bucket.replacements.get(contact.number) == contact
         index = self._index(contact)
         self._back_off(contact, now_s, was_seen=index >= 0 or is_replacement)
         heard = self._hearsay.index(contact.number)
         if heard >= 0 and self._hearsay.contacts[heard] == contact:
             self._hearsay.remove_at(heard)
         if is_replacement:
-            bucket.remove_replacement(contact.number)
+            del bucket.replacements[contact.number]
         if index >= 0:
             self._promote(self._remove(index))
 
@@ -122,7 +109,7 @@ class RoutingTable:
             return
         if self._places.index(number) >= 0 or self._hearsay.index(number) >= 0:
             return
-        bucket = self._buckets.of(number)
+        bucket = self.buckets.of(number)
         start, end = self._hearsay.span(bucket.low, bucket.high)
         if end - start >= MAX_HEARSAY:
             self._hearsay.remove_at(self._random.randrange(start, end))
@@ -130,7 +117,7 @@ class RoutingTable:
 
     def on_looked_up(self, number: int, now_s: float) -> None:
         """Somebody near this id was looked for: its bucket is fresh."""
-        self._buckets.of(number).looked_up_s = now_s
+        self.buckets.of(number).looked_up_s = now_s
 
     # --- what it knows ---
 
@@ -151,24 +138,10 @@ class RoutingTable:
     def stale_ranges(self, now_s: float, older_than_s: float) -> list[int]:
         """Any one id of each bucket in which nobody was looked for in so long."""
         return [
-            bucket.random_number(self._random)
-            for bucket in self._buckets
+            bucket.low | self._random.getrandbits(ID_BITS - bucket.depth)
+            for bucket in self.buckets
             if now_s - bucket.looked_up_s >= older_than_s
         ]
-
-    def view(self) -> list[BucketView]:
-        """The buckets as they are now, in the order of their ids."""
-        views = []
-        for bucket in self._buckets:
-            start, end = self._places.span(bucket.low, bucket.high)
-            seen_s = max(self._seen_s[start:end], default=-math.inf)
-            last_seen_s = seen_s if math.isfinite(seen_s) else None
-            num_replacements = len(bucket.replacements())
-            view = BucketView(
-                bucket.depth, bucket.low, bucket.high, end - start, num_replacements, last_seen_s
-            )
-            views.append(view)
-        return views
 
     # --- those that failed ---
 
@@ -216,13 +189,13 @@ class RoutingTable:
         return index if index >= 0 and self._places.contacts[index] == contact else -1
 
     def _admit(self, contact: Contact, now_s: float) -> Contact | None:
-        bucket = self._buckets.of(contact.number)
+        bucket = self.buckets.of(contact.number)
         while rivals := self._rivals(bucket, contact):
-            if not self._buckets.may_split(bucket):
+            if not self.buckets.may_split(bucket):
                 self._add_replacement(bucket, contact)
                 return self._to_ping(bucket, rivals, now_s)
-            self._buckets.split(bucket)
-            bucket = self._buckets.of(contact.number)
+            self.buckets.split(bucket)
+            bucket = self.buckets.of(contact.number)
         self._insert(bucket, contact, now_s)
         return None
 
@@ -245,14 +218,14 @@ class RoutingTable:
         return same if len(same) >= self._max_of_a_host and not is_loopback(host) else []
 
     def _add_replacement(self, bucket: KBucket, contact: Contact) -> None:
-        if bucket.replacement(contact.number) != contact:
-            bucket.remove_replacement(contact.number)
-            others = bucket.replacements()
-            if same := self._same_host(contact, others):
-                bucket.remove_replacement(others[same[-1]].number)
-            elif len(others) >= self._size:
-                bucket.remove_replacement(others[-1].number)
-        bucket.add_replacement(contact)
+        """Make it the newest replacement; another of its host, or the oldest, goes for want of room."""
+        waiting = bucket.replacements
+        if waiting.pop(contact.number, None) != contact:
+            others = list(waiting.values())
+            same = self._same_host(contact, others)
+            if same or len(others) >= self._size:
+                del waiting[others[same[0] if same else 0].number]
+        waiting[contact.number] = contact
 
     def _to_ping(self, bucket: KBucket, rivals: Sequence[int], now_s: float) -> Contact | None:
         if now_s - bucket.checked_s < CHECK_S:
@@ -264,10 +237,9 @@ class RoutingTable:
         return self._places.contacts[quietest]
 
     def _insert(self, bucket: KBucket, contact: Contact, seen_s: float) -> None:
-        bucket.remove_replacement(contact.number)
-        index = self._hearsay.index(contact.number)
-        if index >= 0:
-            self._hearsay.remove_at(index)
+        bucket.replacements.pop(contact.number, None)
+        if (heard := self._hearsay.index(contact.number)) >= 0:
+            self._hearsay.remove_at(heard)
         index = self._places.insert(contact)
         self._seen_s.insert(index, seen_s)
         self._at_address[contact.peer.address] = contact
@@ -277,13 +249,13 @@ class RoutingTable:
         contact = self._places.remove_at(index)
         del self._seen_s[index]
         del self._at_address[contact.peer.address]
-        return self._buckets.of(contact.number)
+        return self.buckets.of(contact.number)
 
     def _promote(self, bucket: KBucket) -> None:
         """Give a place of the bucket, where there is one, to the newest replacement that may have it."""
-        for contact in bucket.replacements():
+        for contact in reversed(tuple(bucket.replacements.values())):
             if contact.peer.address in self._at_address:
-                bucket.remove_replacement(contact.number)  # somebody else was seen there since
+                del bucket.replacements[contact.number]  # somebody else was seen there since
             elif not self._rivals(bucket, contact):
                 self._insert(bucket, contact, -math.inf)
                 return
@@ -295,7 +267,7 @@ class KBucket:
     Who is in it is the table's to know; here are the replacements, which wait for a place in it.
     """
 
-    __slots__ = ("_replacements", "checked_s", "depth", "looked_up_s", "low")
+    __slots__ = ("checked_s", "depth", "looked_up_s", "low", "replacements")
 
     def __init__(self, low: int, depth: int, looked_up_s: float = -math.inf) -> None:
         self.low = low
@@ -304,36 +276,13 @@ class KBucket:
         """When somebody was last looked for in it."""
         self.checked_s = -math.inf
         """When one of its contacts was last named to be pinged."""
-        self._replacements: dict[int, Contact] | None = None  # most buckets never need one
+        self.replacements: dict[int, Contact] = {}
+        """Peers that were seen when there was no place for them, by their ids, newest last."""
 
     @property
     def high(self) -> int:
         """Where the next bucket begins."""
         return self.low + (1 << (ID_BITS - self.depth))
-
-    def replacements(self) -> list[Contact]:
-        """Peers that were seen when there was no place for them, newest first."""
-        return list(reversed(self._replacements.values())) if self._replacements else []
-
-    def replacement(self, number: int) -> Contact | None:
-        """The replacement with this id."""
-        return self._replacements.get(number) if self._replacements else None
-
-    def add_replacement(self, contact: Contact) -> None:
-        """Put it before all other replacements."""
-        if self._replacements is None:
-            self._replacements = {}
-        self._replacements.pop(contact.number, None)
-        self._replacements[contact.number] = contact
-
-    def remove_replacement(self, number: int) -> None:
-        """Take the replacement with this id out, if there is one."""
-        if self._replacements:
-            self._replacements.pop(number, None)
-
-    def random_number(self, random: Random) -> int:
-        """Any id of this bucket."""
-        return self.low | random.getrandbits(ID_BITS - self.depth)
 
 
 class KBuckets:
@@ -368,10 +317,9 @@ class KBuckets:
         index = bisect_right(self._lows, bucket.low)
         bucket.depth += 1
         upper = KBucket(bucket.high, bucket.depth, bucket.looked_up_s)
-        for contact in reversed(bucket.replacements()):
-            if contact.number >= upper.low:
-                bucket.remove_replacement(contact.number)
-                upper.add_replacement(contact)
+        for number in tuple(bucket.replacements):
+            if number >= upper.low:
+                upper.replacements[number] = bucket.replacements.pop(number)
         self._lows.insert(index, upper.low)
         self._buckets.insert(index, upper)
 

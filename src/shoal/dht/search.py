@@ -3,8 +3,10 @@
 A `Lookup` is one key's list of the nearest peers that it has heard of. `Search` asks them, nearest first, for
 its value and for peers that are nearer still, until so many of the nearest have answered, or the value was
 found. Keys that go to the same peer share its requests. A peer that is slow is not waited for: the next is
-asked beside it, and its answer counts if it comes; one that fails is gone from the list. `look_up` is what
-others call; what a look-up leaves in caches on its way is at the end.
+asked beside it, and its answer counts if it comes; one that fails is gone from the list. Where some were
+silent and nothing was found, others are asked too (`Lookup.is_doubtful`), and at last those near the key that
+failed of late (`ask_failed`). Whatever happens, it ends at its deadline. `look_up` and `find_records` are
+what others call; what a look-up leaves in caches on its way is at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, Scope, ShoalError, UsageError, fanout
@@ -23,11 +26,8 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Slot, merge
 from shoal.dht.wire import (
     ANYWHERE,
-    BEFORE_ALL,
-    MAX_CONTACTS,
     MAX_STORE_BYTES,
     MAX_WANTS,
-    PAGE_BYTES,
     Contact,
     Finding,
     Found,
@@ -35,9 +35,10 @@ from shoal.dht.wire import (
     Kind,
     State,
     Want,
+    named,
     reach_of,
     size_of,
-    unpack_page,
+    unpack_coordinates,
 )
 
 T = TypeVar("T")
@@ -49,7 +50,6 @@ _MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
 _MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
 _ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know
 _MARKED_AT = 3  # peers that are told of an absence
-_MAX_PAGES = 256
 _HEARSAY_SEEDS = 4  # peers that were only heard of do not displace those that were seen: they may be invented
 _MAX_HEARSAY = 16  # look-ups of larger batches leave no hearsay behind: there would be too much of it
 _SECOND_CHANCE_S = 0.5
@@ -135,8 +135,6 @@ class Lookup:
         self.replicas: list[tuple[Contact, list[Slot]]] = []
         """Peers that hold the value, and what each holds."""
         self.coordinates: list[int] = []
-        self.after = BEFORE_ALL
-        self.has_more_at: Contact | None = None
         self.is_alone = False
         """Whether its value is so large that no other key may share its requests."""
         self.is_done = False
@@ -153,9 +151,6 @@ class Lookup:
         self._depths: dict[bytes, int] = {}
         self._reaches: dict[bytes, int] = {}  # how near the peers were that each was last asked for
         self._absent: dict[bytes, None] = {}
-        self._afters: dict[bytes, int] = {}  # where the page began that each was last asked for
-        self._pagers: dict[bytes, None] = {}  # those that have coordinates, of which no page was taken
-        self._num_pages = 0
         self._has_answer = False
         self._has_witnesses = False
 
@@ -186,13 +181,6 @@ class Lookup:
         """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
         if self.is_done:
             return []
-        if self.has_more_at is not None:
-            progress = self._progress.get(self.has_more_at.packed)
-            if progress is AskState.ANSWERED:
-                return [self.has_more_at] if self.num_asked == 0 else []
-            if progress is AskState.ASKED:
-                return []
-            self._restart_pages()
         if not self._has_answer:
             parallel = self.first_parallel
         chosen: list[Contact] = []
@@ -247,15 +235,9 @@ class Lookup:
         if len(self.near) >= self.width and contact.packed not in self._reaches:
             reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
         self._reaches[contact.packed] = reach
-        self._afters[contact.packed] = self.after
-        return Want(self.key, self.kind, reach, self.after)
+        return Want(self.key, self.kind, reach)
 
     # --- what came of it ---
-
-    @property
-    def wants_value(self) -> bool:
-        """Whether a value is of use to it now."""
-        return not self.is_done and self.kind in (Kind.VALUE, Kind.LATEST)
 
     @property
     def has_silent(self) -> bool:
@@ -287,8 +269,6 @@ class Lookup:
         if self._progress.get(contact.packed) is AskState.ASKED:
             self.num_asked -= 1
         self._progress[contact.packed] = AskState.FAILED
-        if self.has_more_at is contact:
-            self._restart_pages()
         entry = (contact.number ^ self.number, contact)
         if entry in self.near:
             self.near.remove(entry)
@@ -312,7 +292,12 @@ class Lookup:
                 self.is_alone = True
                 del self._progress[contact.packed]
         elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
-            self._on_page(contact, finding, depth)
+            try:
+                self.coordinates = unpack_coordinates(finding.coordinates)
+            except ValueError:
+                self.on_failed(contact)
+            if self.coordinates:
+                self._finish(depth)
         elif self.near and contact == self.near[0][1]:
             self.hops = depth
 
@@ -328,36 +313,6 @@ class Lookup:
         nearer = itertools.takewhile(lambda entry: entry[0] < distance, self.near)
         return [contact for _, contact in nearer if self._progress.get(contact.packed) is AskState.ANSWERED]
 
-    def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
-        """One peer's pages follow each other; what others tell meanwhile, or too late, is left."""
-        is_of_another = self.has_more_at is not None and self.has_more_at != contact
-        if is_of_another or self._afters.get(contact.packed) != self.after:
-            self._pagers[contact.packed] = None
-            return
-        try:
-            page = unpack_page(finding.coordinates[:PAGE_BYTES], self.after)
-        except ValueError:
-            self.on_failed(contact)
-            return
-        self.coordinates += page
-        self._num_pages += 1
-        if finding.has_more and page and self._num_pages < _MAX_PAGES:
-            self.has_more_at = contact
-            self.after = page[-1]
-            self._pagers.pop(contact.packed, None)
-        elif self.coordinates:
-            self._finish(depth)
-
-    def _restart_pages(self) -> None:
-        """Who had more pages does not go on: ask the others that have some from the first page on."""
-        self.has_more_at = None
-        self.coordinates.clear()
-        self.after = BEFORE_ALL
-        for packed in self._pagers:
-            if self._progress.get(packed) is AskState.ANSWERED:
-                del self._progress[packed]
-        self._pagers.clear()
-
     def _finish(self, depth: int) -> None:
         self.hops = depth
         self.is_done = True
@@ -366,15 +321,13 @@ class Lookup:
 # --- requests to many peers ---
 
 
+@dataclass(slots=True, eq=False)
 class SentRequest(Generic[T]):
     """One request on its way, and the keys or records that share it."""
 
-    __slots__ = ("contact", "is_slow", "parts")
-
-    def __init__(self, contact: Contact, parts: list[T]) -> None:
-        self.contact = contact
-        self.parts = parts
-        self.is_slow = False
+    contact: Contact
+    parts: list[T]
+    is_slow: bool = False
 
 
 class Requests(abc.ABC, Generic[T, U]):
@@ -428,7 +381,9 @@ class Requests(abc.ABC, Generic[T, U]):
                     self.advance(part)
                 self._dispatch()
                 if self._num_open:
-                    await self._until_ended(deadline)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(deadline.timeout_s):
+                            await self._ended.wait()
                 self._stop()
                 self._scope.cancel()
         finally:
@@ -439,11 +394,6 @@ class Requests(abc.ABC, Generic[T, U]):
         self._num_open -= 1
         if self._num_open <= 0:
             self._ended.set()
-
-    async def _until_ended(self, deadline: Deadline) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline.timeout_s):
-                await self._ended.wait()
 
     def _stop(self) -> None:
         """Send nothing any more; whoever has not answered yet is pinged in the background."""
@@ -521,11 +471,11 @@ class Search(Requests[Lookup, Found]):
         """As many keys as fit into a request, one alone whose value is large; none to a peer that is slow."""
         lookups = [lookup for lookup in waiting if not lookup.is_done]
         if self._protocol.is_backed_off(contact):
-            self._fail(contact, lookups)
+            self._go_on(lookups, Lookup.on_failed, contact)
             return []
         if contact in self._slow:
             self._slow[contact] += lookups
-            self._go_on_without(contact, lookups)
+            self._go_on(lookups, Lookup.on_slow, contact)
             return []
         taken, rest = lookups[:MAX_WANTS], lookups[MAX_WANTS:]
         if (alone := next((lookup for lookup in lookups if lookup.is_alone), None)) is not None:
@@ -543,44 +493,36 @@ class Search(Requests[Lookup, Found]):
         """Take in what a peer has and whom it tells of; what it is not believed was not said."""
         contact = request.contact
         contacts = self._protocol.read_contacts(answer.contacts, contact.peer.address)
-        for lookup, finding in zip(request.parts, answer.findings, strict=True):
-            if lookup.is_done:
-                continue
-            told = [contacts[at] for at in finding.near[:MAX_CONTACTS] if at < len(contacts)]
-            lookup.on_answered(contact, finding, [other for other in told if other is not None])
-            if finding.slots and lookup.wants_value:
+        pairs = zip(request.parts, answer.findings, strict=True)
+        for lookup, finding in [pair for pair in pairs if not pair[0].is_done]:
+            lookup.on_answered(contact, finding, named(contacts, finding.near))
+            if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
                     lookup.on_value(contact, believed)
-            self._settle(lookup)
+            if lookup.is_done:
+                self.end_one()
+            else:
+                self.advance(lookup)
         if contact in self._slow:
             self._waiting.setdefault(contact, []).extend(self._slow.pop(contact))
 
-    def _settle(self, lookup: Lookup) -> None:
-        if lookup.is_done:
-            self.end_one()
-        else:
-            self.advance(lookup)
-
     def on_failed(self, request: SentRequest[Lookup]) -> None:
         """Leave the peer out, also for the keys that would have asked it."""
-        self._fail(request.contact, request.parts)
-        self._fail(request.contact, self._slow.pop(request.contact, ()))
+        also = self._slow.pop(request.contact, ())
+        self._go_on((*request.parts, *also), Lookup.on_failed, request.contact)
 
     def on_slow(self, request: SentRequest[Lookup]) -> None:
         """Ask others beside a peer that is slow."""
-        self._go_on_without(request.contact, request.parts)
+        self._go_on(request.parts, Lookup.on_slow, request.contact)
 
-    def _fail(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
+    def _go_on(
+        self, lookups: Sequence[Lookup], note: Callable[[Lookup, Contact], None], contact: Contact
+    ) -> None:
+        """Have keys take note of a peer that fails or is slow, and ask others."""
         for lookup in lookups:
             if not lookup.is_done:
-                lookup.on_failed(contact)
-                self.advance(lookup)
-
-    def _go_on_without(self, contact: Contact, lookups: Sequence[Lookup]) -> None:
-        for lookup in lookups:
-            if not lookup.is_done:
-                lookup.on_slow(contact)
+                note(lookup, contact)
                 self.advance(lookup)
 
 

@@ -1,6 +1,6 @@
 """What a peer holds: records stored for the swarm, records that it has looked for, and copies left with it.
 
-`LocalRecords` is the door: what others store comes in through it once `validation` has found nothing wrong,
+`LocalRecords` is the door: what others store comes in through it once a `Validator` has found nothing wrong,
 and look-ups read it first. Behind it are three collections that follow the same rules (`records.judge`) and
 differ in what goes when there is no room: of the `Storage` the keys farthest from this peer's id, of a
 `Cache` what expires soonest. Times are on the wall clock.
@@ -9,6 +9,7 @@ differ in what goes when there is no room: of the `Storage` the keys farthest fr
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 from shoal.core import PeerId
@@ -18,6 +19,7 @@ from shoal.dht.records import (
     PLAIN,
     Contents,
     Slot,
+    Validator,
     Verdict,
     displaced,
     judge,
@@ -25,8 +27,7 @@ from shoal.dht.records import (
     slots_of,
 )
 from shoal.dht.settings import DHTSettings
-from shoal.dht.validation import Validator
-from shoal.dht.wire import coordinates_of, number_of
+from shoal.dht.wire import coordinates_of, number_of, pack_coordinates
 
 PUSHED_S = 300.0
 """How long a copy that another peer has left is kept at most."""
@@ -64,10 +65,10 @@ class LocalRecords:
                 contents = place(contents, slot)
         return slots_of(contents)
 
-    def coordinates(self, key: bytes, wall_s: float) -> Sequence[int]:
-        """Numbers among the live subkeys of a key, ascending; to be read only."""
+    def coordinates(self, key: bytes, wall_s: float) -> bytes:
+        """The numbers among the live subkeys of a key, packed; nothing where there are none."""
         if self.cache.get(key, wall_s) or self.pushed.get(key, wall_s):
-            return coordinates_of(self.get(key, wall_s))
+            return pack_coordinates(coordinates_of(self.get(key, wall_s)))
         return self.storage.coordinates(key, wall_s)
 
     def store(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
@@ -93,22 +94,6 @@ def memory_bytes(slot: Slot) -> int:
     return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
 
 
-def refusal(slot: Slot, now_s: float, settings: DHTSettings) -> Verdict | None:
-    """Why nobody would keep a slot, whatever else there is; None when somebody might.
-
-    Its writer's clock may be ahead by as much as clocks may differ.
-    """
-    lifetime_s = slot.expires_at_s - now_s
-    if not lifetime_s > 0:  # NaN is over too
-        return Verdict.EXPIRED
-    if lifetime_s > settings.max_lifetime_s + settings.max_clock_gap_s:
-        return Verdict.TOO_LONG
-    around_bytes = len(slot.subkey) + len(slot.owner) + len(slot.signature)
-    if max(len(slot.value), around_bytes) > settings.max_value_bytes or len(slot.subkey) > MAX_SUBKEY_BYTES:
-        return Verdict.TOO_LARGE
-    return None
-
-
 class HeldRecord:
     """What is held under one key."""
 
@@ -117,8 +102,8 @@ class HeldRecord:
     def __init__(self, contents: Contents, stored_at_s: float) -> None:
         self.contents = contents
         self.stored_at_s = stored_at_s
-        self.coordinates: list[int] | None = None
-        """Those of `contents`, once they were asked for."""
+        self.coordinates: bytes | None = None
+        """Those of `contents`, packed, once they were asked for."""
         self.is_used = False
         """In a cache: read since something new came."""
         self.is_named = False
@@ -154,35 +139,44 @@ class ExpiringSlots:
     def __contains__(self, key: bytes) -> bool:
         return key in self.held
 
-    def slots(self, key: bytes) -> list[Slot]:
-        """What is held under a key, some perhaps over."""
-        held = self.held.get(key)
-        return [] if held is None else slots_of(held.contents)
+    def get(self, key: bytes, now_s: float, *, is_use: bool = False) -> list[Slot]:
+        """The live slots of a key: one plain value, or all subkeys; empty when there is nothing.
 
-    def coordinates(self, key: bytes, now_s: float) -> Sequence[int]:
-        """The live subkeys of a key that are coordinates, ascending; to be read only.
-
-        They are remembered while they stay the same.
+        A use makes what is cached due for refresh before it expires.
         """
         self.expire(now_s)
         held = self.held.get(key)
         if held is None:
-            return ()
+            return []
+        held.is_used |= is_use
+        return slots_of(held.contents)
+
+    def coordinates(self, key: bytes, now_s: float) -> bytes:
+        """The live subkeys of a key that are coordinates, packed, which is done once while they stay so."""
+        self.expire(now_s)
+        held = self.held.get(key)
+        if held is None:
+            return b""
         if held.coordinates is None:
-            held.coordinates = coordinates_of(slots_of(held.contents))
+            held.coordinates = pack_coordinates(coordinates_of(slots_of(held.contents)))
         return held.coordinates
 
-    def displaced(self, key: bytes, slot: Slot) -> list[Slot]:
-        """The slots whose place it would take."""
-        held = self.held.get(key)
-        return [] if held is None else displaced(held.contents, slot)
-
     def judge(self, key: bytes, slot: Slot, now_s: float) -> tuple[Verdict, list[Slot]]:
-        """Whether the rules let a slot in, and the slots whose place it would take; room is not looked at."""
-        refused = refusal(slot, now_s, self._settings)
-        if refused is not None:
-            return refused, []
-        replaced = self.displaced(key, slot)
+        """Whether the rules let a slot in, and the slots whose place it would take; room is not looked at.
+
+        Its writer's clock may be ahead by as much as clocks may differ.
+        """
+        settings, lifetime_s = self._settings, slot.expires_at_s - now_s
+        if not lifetime_s > 0:  # NaN is over too
+            return Verdict.EXPIRED, []
+        if lifetime_s > settings.max_lifetime_s + settings.max_clock_gap_s:
+            return Verdict.TOO_LONG, []
+        around_bytes = len(slot.subkey) + len(slot.owner) + len(slot.signature)
+        largest_bytes = max(len(slot.value), around_bytes)
+        if largest_bytes > settings.max_value_bytes or len(slot.subkey) > MAX_SUBKEY_BYTES:
+            return Verdict.TOO_LARGE, []
+        held = self.held.get(key)
+        replaced = displaced(held.contents if held is not None else None, slot)
         return judge(replaced, slot), replaced
 
     def put(self, key: bytes, slot: Slot, now_s: float, replaced: Sequence[Slot]) -> HeldRecord:
@@ -235,17 +229,6 @@ class ExpiringSlots:
         while heap and not self._is_current(heap[0]):
             heapq.heappop(heap)
         return heap[0][1] if heap else None
-
-    def expiring(self, until_s: float) -> list[bytes]:
-        """Keys of which a slot expires by then, the soonest first."""
-        heap = self._by_expiration
-        found, places = [], [0]
-        for at in places:  # down from the root of the heap, while entries are soon enough
-            if at < len(heap) and heap[at][0] <= until_s:
-                places += (2 * at + 1, 2 * at + 2)
-                if self._is_current(heap[at]):
-                    found.append(heap[at])
-        return list(dict.fromkeys(key for _, key, _ in sorted(found)))
 
     def _is_current(self, entry: tuple[float, bytes, bytes]) -> bool:
         """Whether an entry of the index is of a slot that is still held."""
@@ -303,19 +286,14 @@ class Storage(ExpiringSlots):
                 heapq.heappush(self._by_distance, -(number_of(key) ^ self._own))
         return Verdict.STORED
 
-    def get(self, key: bytes, now_s: float) -> list[Slot]:
-        """The live slots of a key: one plain value, or all subkeys; empty when there is nothing."""
-        self.expire(now_s)
-        return self.slots(key)
-
     def keys(self) -> list[bytes]:
         """All keys in the order in which they came, some perhaps over."""
         return list(self.held)
 
-    def stored_at_s(self, key: bytes) -> float | None:
-        """When a slot was last accepted, or one that is here was sent again; None when nothing is here."""
+    def stored_at_s(self, key: bytes) -> float:
+        """When a slot was last accepted, or sent again as it is here; long ago when nothing is here."""
         held = self.held.get(key)
-        return None if held is None else held.stored_at_s
+        return -math.inf if held is None else held.stored_at_s
 
     def _make_room(self, key: bytes, slot: Slot, replaced: list[Slot]) -> bool:
         settings = self._settings
@@ -365,11 +343,11 @@ class Cache(ExpiringSlots):
     those who call it.
     """
 
-    __slots__ = ("_absent",)
+    __slots__ = ("absent",)
 
     def __init__(self, settings: DHTSettings) -> None:
         super().__init__(settings)
-        self._absent: dict[bytes, float] = {}
+        self.absent: dict[bytes, float] = {}
         """When markers end, the one that was set last at the end."""
 
     def __len__(self) -> int:
@@ -402,28 +380,20 @@ class Cache(ExpiringSlots):
             held.is_used = held.is_named = False
         return verdict
 
-    def get(self, key: bytes, now_s: float, *, is_use: bool = False) -> list[Slot]:
-        """The live slots of a key. A use makes it due for refresh before it expires."""
-        self.expire(now_s)
-        held = self.held.get(key)
-        if held is None:
-            return []
-        held.is_used |= is_use
-        return slots_of(held.contents)
-
     def due_for_refresh(self, now_s: float, before_s: float) -> list[bytes]:
         """Keys that expire within `before_s` and were used since something new was cached for them.
 
         The soonest is first, and each is named once.
         """
         self.expire(now_s)
-        due = []
-        for key in self.expiring(now_s + before_s):
-            held = self.held[key]
+        soon = (entry for entry in self._by_expiration if entry[0] <= now_s + before_s)
+        due: dict[bytes, None] = {}
+        for entry in sorted(filter(self._is_current, soon)):
+            held = self.held[entry[1]]
             if held.is_used and not held.is_named:
                 held.is_named = True
-                due.append(key)
-        return due
+                due[entry[1]] = None
+        return list(due)
 
     def forget(self, key: bytes) -> None:
         """Drop what is cached under a key, its marker of absence too."""
@@ -435,29 +405,24 @@ class Cache(ExpiringSlots):
         """Remember that nothing was found, unless something is cached."""
         if key in self.held:
             return
-        self._absent.pop(key, None)
-        if len(self._absent) >= self._settings.max_cached:
-            del self._absent[next(iter(self._absent))]
-        self._absent[key] = until_s
+        self.absent.pop(key, None)
+        if len(self.absent) >= self._settings.max_cached:
+            del self.absent[next(iter(self.absent))]
+        self.absent[key] = until_s
 
     def is_absent(self, key: bytes, now_s: float) -> bool:
         """Whether a live marker says that nothing was found."""
-        until_s = self._absent.get(key)
+        until_s = self.absent.get(key)
         if until_s is None:
             return False
         if until_s > now_s:
             return True
-        del self._absent[key]
+        del self.absent[key]
         return False
 
     def forget_absence(self, key: bytes) -> None:
         """End a marker: something was stored there."""
-        self._absent.pop(key, None)
-
-    @property
-    def num_absent(self) -> int:
-        """How many markers there are, some perhaps over."""
-        return len(self._absent)
+        self.absent.pop(key, None)
 
 
 class PushedCache(Cache):

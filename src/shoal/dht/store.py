@@ -14,12 +14,20 @@ from collections.abc import Sequence
 from shoal.core import Deadline, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import PLAIN, Entry, Slot, Stored, Verdict, encode_subkey, encode_value, key_of
+from shoal.dht.records import (
+    PLAIN,
+    Entry,
+    Slot,
+    Stored,
+    Verdict,
+    encode_subkey,
+    encode_value,
+    key_of,
+    sign_many,
+)
 from shoal.dht.search import Lookup, Requests, SentRequest, look_up
-from shoal.dht.validation import sign_many
 from shoal.dht.wire import (
     ITEM_BYTES,
-    MAX_CONTACTS,
     MAX_STORE_BYTES,
     REACH_SHIFT,
     Contact,
@@ -27,6 +35,7 @@ from shoal.dht.wire import (
     Kind,
     StoreAnswer,
     in_groups,
+    named,
     number_of,
     reach_of,
     size_of,
@@ -84,8 +93,7 @@ async def store_slots(
     for lookup, indexes in zip(lookups, by_key.values(), strict=True):
         near = _near(protocol, lookup)
         for some in in_groups(indexes, lambda index: size_of(slots[index][1]), MAX_STORE_BYTES - ITEM_BYTES):
-            part = PendingStore(lookup.key, [slots[index][1] for index in some])
-            part.begin(near, settings.num_replicas)
+            part = PendingStore(lookup.key, [slots[index][1] for index in some], near, settings.num_replicas)
             for index, verdict in zip(some, part.verdicts, strict=True):
                 verdicts[index] = verdict
             pending.append(part)
@@ -127,30 +135,27 @@ def _correct_cache(
 class PendingStore:
     """Slots of one key that fit into a datagram, until as many replicas as wanted hold them."""
 
-    def __init__(self, key: bytes, slots: list[Slot]) -> None:
+    def __init__(
+        self, key: bytes, slots: list[Slot], near: Sequence[tuple[int, Contact | None]], num_replicas: int
+    ) -> None:
         self.item = Item(key, slots)
         self.size_bytes = ITEM_BYTES + sum(map(size_of, slots))
         self._asking_item: Item | None = None
         """The same, with the question who else is near; None when the replicas have changed."""
         self.number = number_of(key)
-        self.candidates: list[tuple[int, Contact | None]] = []
+        self.candidates = list(reversed(near))
         """Distance of whom to send it to, nearest last; None is this peer."""
         self.replicas: dict[bytes, int] = {}
         """Distances of those that have it, or should soon, by their packed contacts."""
         self.tried: dict[bytes, None] = {}
-        self.num_wanted = 0
-        """Replicas that are still to be found."""
+        self.num_wanted = self.num_replicas = num_replicas
+        """Replicas that are still to be found, and that there are to be."""
         self.num_open = 0
         """Peers that are expected to answer."""
         self.num_slow = 0
         """Peers that may still answer, and that others were asked in place of."""
         self.is_done = False
         self.verdicts: list[list[Verdict]] = [[] for _ in slots]
-
-    def begin(self, near: Sequence[tuple[int, Contact | None]], num_replicas: int) -> None:
-        """Begin with the nearest of these; nearest first."""
-        self.candidates = list(reversed(near))
-        self.num_wanted = num_replicas
 
     def choose(self) -> Contact | None:
         """Take the nearest candidate for a replica; None is this peer."""
@@ -168,23 +173,23 @@ class PendingStore:
         self.num_wanted += 1
         self._asking_item = None
 
-    def item_for(self, num_replicas: int) -> Item:
+    def asking_item(self) -> Item:
         """What to send; who knows of peers nearer than the farthest replica is to tell."""
         if self._asking_item is None:
             self._asking_item = self.item
             distances = sorted(self.replicas.values())
-            if len(distances) >= num_replicas:
+            if len(distances) >= self.num_replicas:
                 known = b"".join(tag_of(packed) for packed in self.replicas if packed)
-                reach = reach_of(distances[num_replicas - 1])
+                reach = reach_of(distances[self.num_replicas - 1])
                 self._asking_item = Item(self.item.key, self.item.slots, reach, known)
         return self._asking_item
 
-    def add(self, contact: Contact, num_replicas: int) -> None:
+    def add(self, contact: Contact) -> None:
         """Somebody tells of a peer, which is wanted if it is nearer than some of the replicas."""
         distance = contact.number ^ self.number
         if contact.packed in self.tried or any(contact == other for _, other in self.candidates):
             return
-        if distance >> REACH_SHIFT < self.item_for(num_replicas).reach:
+        if distance >> REACH_SHIFT < self.asking_item().reach:
             self.candidates.append((distance, contact))
             self.candidates.sort(key=lambda pair: -pair[0])
             self.num_wanted += 1
@@ -195,12 +200,11 @@ class Storing(Requests[PendingStore, StoreAnswer]):
 
     def __init__(self, protocol: DHTProtocol) -> None:
         super().__init__(protocol, "dht store")
-        self._num_replicas = protocol.settings.num_replicas
 
     def advance(self, part: PendingStore) -> None:
         """Send it to as many more peers as it wants; what this peer itself is to keep is kept at once."""
         protocol = self._protocol
-        max_tried = _MAX_TRIED * self._num_replicas
+        max_tried = _MAX_TRIED * part.num_replicas
         while part.num_wanted > 0 and part.candidates and len(part.tried) < max_tried:
             nearest = part.candidates[-1][1]
             if nearest is not None and protocol.is_backed_off(nearest):
@@ -214,7 +218,7 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             else:
                 part.num_open += 1
                 self._waiting.setdefault(contact, []).append(part)
-        has_enough = len(part.verdicts[0]) >= self._num_replicas
+        has_enough = len(part.verdicts[0]) >= part.num_replicas
         if not part.is_done and part.num_open == 0 and (has_enough or part.num_slow == 0):
             part.is_done = True
             self.end_one()
@@ -228,7 +232,7 @@ class Storing(Requests[PendingStore, StoreAnswer]):
 
     async def call(self, request: SentRequest[PendingStore]) -> StoreAnswer:
         """Send slots to one peer."""
-        items = [part.item_for(self._num_replicas) for part in request.parts]
+        items = [part.asking_item() for part in request.parts]
         return await self._protocol.call_store(request.contact, items)
 
     def on_answer(self, request: SentRequest[PendingStore], answer: StoreAnswer) -> None:
@@ -238,9 +242,8 @@ class Storing(Requests[PendingStore, StoreAnswer]):
         for index, part in enumerate(request.parts):
             for verdicts in part.verdicts:
                 verdicts.append(Verdict(next(codes)))
-            for at in answer.near[index][:MAX_CONTACTS] if index < len(answer.near) else b"":
-                if at < len(nearer) and (contact := nearer[at]) is not None:
-                    part.add(contact, self._num_replicas)
+            for contact in named(nearer, answer.near[index]) if index < len(answer.near) else ():
+                part.add(contact)
             self._end(part, request)
         self._slow.pop(request.contact, None)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shoal.core import Deadline, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
@@ -32,16 +33,14 @@ _STRANGER_TURNS = 0.25
 _BUCKET_TURNS = 20  # in `refresh_s`, so that not all buckets are refreshed at once
 
 
+@dataclass(slots=True, eq=False)
 class _Duty:
     """Something to be done again and again: `find` says what there is to do now, or does it at once."""
 
-    __slots__ = ("every_s", "find", "is_under_way", "next_s")
-
-    def __init__(self, every_s: float, find: Callable[[], Work | None], first_s: float) -> None:
-        self.every_s = every_s
-        self.find = find
-        self.next_s = first_s
-        self.is_under_way = False
+    every_s: float
+    find: Callable[[], Work | None]
+    next_s: float
+    is_under_way: bool = False
 
 
 class Upkeep:
@@ -52,9 +51,9 @@ class Upkeep:
         self._joining = joining
         self._replicator = Replicator(protocol)
         self._splits = SplitCheck(protocol, joining)
-        self._wake: asyncio.Event | None = None
-        """Of the loop on which `run` is; nothing before."""
-        self._waker: asyncio.TimerHandle | None = None
+        self._wake = asyncio.Event()
+        self._is_waking = False
+        """Whether a timer is to set it soon."""
         self._duties: list[_Duty] = []
         self._began_s = self._looked_s = 0.0
         self._was_stopped = False
@@ -70,59 +69,49 @@ class Upkeep:
         """Look after everything, until cancelled."""
         loop = asyncio.get_running_loop()
         random = self._protocol.random
-        wake = self._wake = asyncio.Event()
-        self._stop_waker()
+        self._wake = asyncio.Event()  # of this loop: a DHT may be opened again on another
+        self._is_waking = False
         self._began_s = self._looked_s = loop.time()
         self._clock_gap_s = self._protocol.wall_s() - loop.time()
         self._duties = [
             _Duty(every_s, find, loop.time() + random.uniform(0.5, 1.0) * every_s)
             for every_s, find in self._all_duties()
         ]
-        try:
-            async with Scope("dht upkeep") as scope:
-                while True:
-                    for duty in self._duties:
-                        self._turn(duty, scope, loop.time())
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S * random.uniform(0.9, 1.1)):
-                            await wake.wait()
-                    wake.clear()
-                    self._was_stopped |= loop.time() - self._looked_s > LOOK_S + _LATE_S
-                    self._looked_s = loop.time()
-        finally:
-            self._stop_waker()
+        async with Scope("dht upkeep") as scope:
+            while True:
+                for duty in self._duties:
+                    self._turn(duty, scope, loop.time())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S * random.uniform(0.9, 1.1)):
+                        await self._wake.wait()
+                if self._wake.is_set():
+                    self._wake.clear()
+                    self._is_waking = False
+                self._was_stopped |= loop.time() - self._looked_s > LOOK_S + _LATE_S
+                self._looked_s = loop.time()
 
     def on_new_peer(self, contact: Contact) -> None:
         """Somebody was met: records that belong to it are sent to it soon."""
         if len(self._protocol.records.storage) == 0:
             return
         self._replicator.on_met(contact)
-        if self._waker is None:
-            self._waker = asyncio.get_running_loop().call_later(_NEWCOMER_S, self._on_newcomers)
-
-    def _stop_waker(self) -> None:
-        if self._waker is not None:
-            self._waker.cancel()
-            self._waker = None
-
-    def _on_newcomers(self) -> None:
-        self._waker = None
-        if self._wake is not None:
-            self._wake.set()
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_later(_NEWCOMER_S, self._wake.set)
 
     def _all_duties(self) -> list[tuple[float, Callable[[], Work | None]]]:
-        settings = self._protocol.settings
+        protocol, settings = self._protocol, self._protocol.settings
         return [
             (0.0, self._notice_absence),
             (0.0, self._refresh_cache),
-            (0.0, self._retry_failed),
+            (0.0, lambda: self._ping(protocol.table.due_for_retry(protocol.now_s()))),  # they may be back
             (0.8 * LOOK_S, self._ping_in_turn),  # not at looks that a newcomer has brought forward
             (0.0, self._splits.check),
             (settings.refresh_s / _BUCKET_TURNS, self._refresh_bucket),
             (settings.check_s, self._tidy),
             # of records, of which a client has none
             (0.0, self._replicator.follow_neighbours),
-            (settings.check_s, self._ping_other_holders),
+            (settings.check_s, lambda: self._ping(self._replicator.other_holders())),  # some may be gone
             (settings.republish_s / 10, self._replicator.republish),
         ]
 
@@ -169,10 +158,6 @@ class Upkeep:
         num_answered = await self._joining.rejoin()
         log.info("Joined the swarm again: %d peers answer.", num_answered)
 
-    def _retry_failed(self) -> Work | None:
-        """Peers that failed may be back."""
-        return self._ping(self._protocol.table.due_for_retry(self._protocol.now_s()))
-
     def _ping_in_turn(self) -> Work | None:
         """Every contact once in `refresh_s`, so that the table holds no dead for longer."""
         table = self._protocol.table
@@ -185,10 +170,6 @@ class Upkeep:
         chosen = [*later, *contacts][:num_due]
         self._pinged = chosen[-1].number
         return self._ping(chosen)
-
-    def _ping_other_holders(self) -> Work | None:
-        """Those who hold the same records: when one is gone, another should have them."""
-        return self._ping(self._replicator.other_holders())
 
     def _ping(self, contacts: Sequence[Contact]) -> Work | None:
         """Ping peers; the table is told of those that do not answer."""
@@ -220,19 +201,18 @@ class Upkeep:
         return find_records(protocol, due, protocol.look_up_deadline(), latest=True)
 
     def _tidy(self) -> None:
-        """Drop what is over, and write down who is there."""
-        wall_s, records = self._protocol.wall_s(), self._protocol.records
+        """Drop what is over, write down who is there, and end sessions that nobody uses.
+
+        Those with strangers, or peers that are gone, end soon, those with contacts later.
+        """
+        protocol, records, wall_s = self._protocol, self._protocol.records, self._protocol.wall_s()
         records.storage.expire(wall_s)
         records.cache.expire(wall_s)
         self._joining.remember()
-        self._drop_sessions()
-
-    def _drop_sessions(self) -> None:
-        """End sessions that nobody uses: soon with strangers, or peers that are gone, later with contacts."""
-        datagrams, refresh_s = self._protocol.endpoint.datagrams, self._protocol.settings.refresh_s
-        contacts = dict.fromkeys(contact.peer.address for contact in self._protocol.table.contacts())
+        datagrams, refresh_s = protocol.endpoint.datagrams, protocol.settings.refresh_s
+        contacts = dict.fromkeys(contact.peer.address for contact in protocol.table.contacts())
         for session in tuple(datagrams.sessions.values()):
             turns = _CONTACT_TURNS if session.peer.address in contacts else _STRANGER_TURNS
-            is_unused = self._protocol.now_s() - session.used_at_s > turns * refresh_s
+            is_unused = protocol.now_s() - session.used_at_s > turns * refresh_s
             if session.is_settled and not session.num_open and is_unused:
                 datagrams.drop(session, "nothing was heard of it for a long time.")

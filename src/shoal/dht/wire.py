@@ -1,17 +1,18 @@
-"""What peers of the DHT send each other: messages, contacts and pages of coordinates, byte for byte.
+"""What peers of the DHT send each other: messages, contacts and coordinates, byte for byte.
 
-`protocol` sends these messages and answers them. A new message is a Struct here, a `call_` and an `rpc_`
-method there. The format must stay as it is: peers of other versions read it (tests/dht/test_wire_format.py).
+`protocol` sends these messages and answers them. A new message is a Struct for what is asked, one for what is
+answered and a line in `MESSAGES` here, and a `call_` and an `rpc_` method of `DHTProtocol` there. What the
+bytes are stands in tests/dht/test_wire_format.py: peers of other versions read them.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import ipaddress
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -42,9 +43,6 @@ ANYWHERE = 0xFFFF_FFFF
 REACH_SHIFT = 128
 """Bits of a distance that a reach leaves out."""
 TAG_BYTES = 2
-_LOWEST_COORDINATE = -1  # the one that a grid of one axis ends in
-BEFORE_ALL = _LOWEST_COORDINATE - 1
-"""Where the first page of coordinates begins."""
 
 
 class Kind(enum.IntEnum):
@@ -66,8 +64,6 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
     kind: int = Kind.VALUE
     reach: int = ANYWHERE
     """The first 32 bits of a distance: peers that are not nearer than this are of no use to the asker."""
-    after: int = BEFORE_ALL
-    """COORDINATES beyond this one: the next page."""
 
 
 class Find(msgspec.Struct, array_like=True, frozen=True):
@@ -96,9 +92,7 @@ class Finding(msgspec.Struct, array_like=True, frozen=True):
     """Peers nearer to the key: indexes into `Found.contacts`, nearest first."""
     slots: list[Slot] = []
     coordinates: bytes = b""
-    """Packed by `pack_page`, for COORDINATES."""
-    has_more: bool = False
-    """Whether another page of coordinates follows."""
+    """Packed by `pack_coordinates`, for COORDINATES."""
 
 
 class Found(msgspec.Struct, array_like=True, frozen=True):
@@ -168,9 +162,24 @@ class About(msgspec.Struct, frozen=True):
     wall_s: float
 
 
+MESSAGES: dict[str, tuple[Any, Any]] = {
+    PING: (Ping, Pong),
+    FIND: (Find, Found),
+    STORE: (Store, StoreAnswer),
+    ABOUT: (None, About),
+}
+"""By the name of the method, what is asked and what is answered; `dht.ping` is answered by `rpc_ping`."""
+
+
 def reach_of(distance: int) -> int:
     """A distance as a reach: rounded up, so that nobody as near is left out."""
     return min(ANYWHERE, (distance >> REACH_SHIFT) + 1)
+
+
+def named(contacts: Sequence[Contact | None], near: bytes) -> list[Contact]:
+    """Those of an answer's contacts that indexes name, as many as may be told; None is nobody to be asked."""
+    size = len(contacts)
+    return [contact for at in near[:MAX_CONTACTS] if at < size and (contact := contacts[at]) is not None]
 
 
 def tag_of(packed: bytes) -> bytes:
@@ -354,58 +363,31 @@ def _unpack(packed: bytes, has_names: bool) -> Peer | None:
 
 # --- coordinates: subkeys that are numbers, in ascending order, as the gaps between them ---
 #
-# A grid's 256 coordinates take 256 bytes where the records themselves would take twenty thousand; a page is
-# at most what fits into a datagram beside other keys.
+# A grid's 256 coordinates take 256 bytes where the records themselves would take twenty thousand.
 
-PAGE_BYTES = 800
+_LOWEST_COORDINATE, _HIGHEST_COORDINATE = -1, 2**63 - 1  # a grid of one axis ends in the lowest
+_MAX_COORDINATES_BYTES = 200 << 10  # more than a peer keeps under one key, however far apart
 _INTEGER_SIZES = frozenset((1, 2, 3, 5, 9))  # of whole numbers in MessagePack, bytes
-_decoder = msgspec.msgpack.Decoder()
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
+_gaps_decoder = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=1)]])
 
 
 def coordinates_of(slots: Iterable[Slot]) -> list[int]:
     """Subkeys that are coordinates, in ascending order."""
     decoded = [_decoder.decode(slot.subkey) for slot in slots if len(slot.subkey) in _INTEGER_SIZES]
-    return sorted(subkey for subkey in decoded if type(subkey) is int and subkey >= _LOWEST_COORDINATE)
+    numbers = [subkey for subkey in decoded if type(subkey) is int]
+    return sorted(number for number in numbers if _LOWEST_COORDINATE <= number <= _HIGHEST_COORDINATE)
 
 
-def pack_page(coordinates: Sequence[int], after: int, max_bytes: int = PAGE_BYTES) -> tuple[bytes, bool]:
-    """The coordinates beyond `after` that fit, and whether there are more."""
-    packed = bytearray()
-    last = after
-    for index in range(bisect.bisect_right(coordinates, after), len(coordinates)):
-        coordinate = coordinates[index]
-        gap = _varint(coordinate - last)
-        if len(packed) + len(gap) > max_bytes:
-            return bytes(packed), True
-        packed += gap
-        last = coordinate
-    return bytes(packed), False
+def pack_coordinates(coordinates: Sequence[int]) -> bytes:
+    """Coordinates as they travel, in MessagePack; nothing where there are none."""
+    gaps = [high - low for low, high in itertools.pairwise((_LOWEST_COORDINATE - 1, *coordinates))]
+    return _encoder.encode(gaps) if gaps else b""
 
 
-def unpack_page(packed: bytes, after: int) -> list[int]:
-    """What `pack_page` packed; ValueError for anything else."""
-    coordinates = []
-    last, gap, shift = after, 0, 0
-    for byte in packed:
-        gap |= (byte & 0x7F) << shift
-        shift += 7
-        if shift > 70:
-            raise ValueError("a coordinate that is too large")
-        if byte < 0x80:
-            if gap == 0:
-                raise ValueError("a coordinate that comes twice")
-            last += gap
-            coordinates.append(last)
-            gap = shift = 0
-    if shift:
-        raise ValueError("a coordinate that is cut off")
-    return coordinates
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
+def unpack_coordinates(packed: bytes) -> list[int]:
+    """What `pack_coordinates` packed; ValueError for anything else."""
+    if len(packed) > _MAX_COORDINATES_BYTES:
+        raise ValueError("more coordinates than a peer keeps under one key")
+    gaps = _gaps_decoder.decode(packed) if packed else []  # msgspec's errors are ValueErrors
+    return list(itertools.accumulate(gaps, initial=_LOWEST_COORDINATE - 1))[1:]

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import functools
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,6 +21,7 @@ from torch import nn
 from shoal.core import (
     SYSTEM_CLOCK,
     Address,
+    BlockingBridge,
     Deadline,
     DeadlineExceeded,
     LoopThread,
@@ -110,12 +109,15 @@ class _Call:
         self.check = check
 
 
-class ExpertClient:
+class ExpertClient(BlockingBridge):
     """Calls experts of a swarm, or of servers whose addresses are known; open it with `with`.
 
     With a `swarm` it uses that one's loop and connections; without, it has its own, and `membership` says
     which secret they are protected by.
     """
+
+    _what = "client"
+    _how = "'with ExpertClient(...)'"
 
     def __init__(
         self,
@@ -125,62 +127,31 @@ class ExpertClient:
         membership: Membership | None = None,
         loop: LoopThread | None = None,
     ) -> None:
+        super().__init__()
         self.swarm = swarm
         self.settings = settings or ClientSettings()
         self._codec = make_wire_codec(self.settings.codec)
         self._membership = membership
         self._given_loop = loop
-        self._run: Callable[..., Any] | None = None
         self._transport: StreamTransport | None = None
         self._blocking: BlockingCaller | None = None
         self._servers = KnownServers(self.settings)
         self._infos: dict[str, Info] = {}
-        self._closing = contextlib.ExitStack()
-        self._lock = threading.RLock()
 
     # --- for any thread but the loop's ---
 
-    def open(self) -> Self:
-        """Begin; with a swarm, which must be open, this costs nothing."""
-        with self._lock, contextlib.ExitStack() as closing:
-            if self._run is not None:
-                raise UsageError("This client is open already.", next_step="open it in one place only.")
-            if self.swarm is not None:
-                self._transport = self.swarm.dht.endpoint.streams
-                self._run = self.swarm.run
-            else:
-                loop = self._given_loop or closing.enter_context(LoopThread("shoal-experts"))
-                self._transport = StreamTransport(membership=self._membership)
-                loop.run(self._transport.__aenter__())
-                closing.callback(_close_on, loop, self._transport)
-                self._run = loop.run
-            self._blocking = BlockingCaller(self._transport)
-            closing.callback(self._blocking.close)
-            closing.callback(setattr, self, "_run", None)
-            self._closing = closing.pop_all()
-        return self
-
-    def close(self) -> None:
-        """End; does nothing when that was done before."""
-        with self._lock:
-            self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self.open()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
-        """Run a coroutine on the client's loop, and wait for its result."""
-        run = self._run
-        if run is None:
-            work.close()
-            raise UsageError("This client is not open.", next_step="use it inside 'with ExpertClient(...)'.")
-        result: T = run(work, deadline)
-        return result
+    def _begin(self, closing: contextlib.ExitStack) -> Callable[..., Any]:
+        """With a swarm, which must be open, this costs nothing."""
+        if self.swarm is not None:
+            self._transport, run = self.swarm.dht.endpoint.streams, self.swarm.run
+        else:
+            loop = self._given_loop or closing.enter_context(LoopThread("shoal-experts"))
+            self._transport, run = StreamTransport(membership=self._membership), loop.run
+            loop.run(self._transport.__aenter__())
+            closing.callback(_close_on, loop, self._transport)
+        self._blocking = BlockingCaller(self._transport)
+        closing.callback(self._blocking.close)
+        return run
 
     def expert(self, uid: str, *peers: Peer | Address | str) -> RemoteExpert:
         """An expert at these servers; without any, at those that the DHT knows."""
