@@ -15,7 +15,7 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, Helper, LocalWorkers, Parent, WorkerSettings, one_line
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
@@ -144,7 +144,7 @@ class StoredLog(msgspec.Struct, frozen=True):
     file: str
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
     """Train what is ordered."""
     place.set_up_process()
     return RealWorker(place)
@@ -153,7 +153,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 class RealWorker:
     """One worker of a contest; its methods are the orders."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: BenchPlace) -> None:
         self._place = place
 
     def ready(self, trial: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class RealWorker:
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
-    place = msgspec.convert(arguments["place"], Place)
+    place = msgspec.convert(arguments["place"], BenchPlace)
     place.set_up_process()
     trial = RealTrial.read(arguments["arguments"]["trial"])
     server = int(arguments["arguments"]["server"])
