@@ -6,9 +6,9 @@ until its parent has had enough calls `parent.wait_for_end()`, or takes orders w
 there are no more.
 
 `LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `BenchPlace`, its arguments and a stack for what it opens; it returns an object whose
-methods are the orders that it takes. `ranks` has the same for processes that a launcher has started, here or
-on other hosts.
+function, called with its `BenchPlace`, its arguments and a stack for what it opens; it returns an object
+whose methods are the orders that it takes. `ranks` has the same for processes that a launcher has started,
+here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -459,7 +459,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called with a `BenchPlace`, `arguments` and an ExitStack; returns what takes the orders."""
+    """`module:name`, called with a `BenchPlace`, `arguments` and an ExitStack; returns what takes orders."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0

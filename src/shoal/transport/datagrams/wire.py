@@ -153,7 +153,7 @@ class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A piece of an AnswerFrame that is too large for one datagram; a request may be answered several times."""
+    """A piece of an answer that is too large for one datagram; a request may be answered several times."""
 
     id: int
     digest: bytes
@@ -255,7 +255,7 @@ def decode_answer(content: bytes) -> AnswerFrame:
 
 
 def cut(call_id: int, answer: bytes) -> list[bytes]:
-    """The AnswerPart frames of an encoded AnswerFrame."""
+    """The AnswerPart frames of an encoded answer."""
     digest = hashlib.blake2b(answer, digest_size=8).digest()
     pieces = [answer[start : start + PART_BYTES] for start in range(0, len(answer), PART_BYTES)]
     return [encode((7, call_id, digest, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
