@@ -22,7 +22,7 @@ from shoal.core import (
     StandingScope,
     UsageError,
 )
-from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
+from shoal.transport.frames import FrameKind, GoodbyeHead, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Buffers, Channel, Into, Reply, Routes, Target, Transport
@@ -161,7 +161,7 @@ class StreamTransport(Transport):
             any(shard.evict_silent() for shard in self._shards) and places.try_take(1)
         ):
             reason = f"all {self.limits.max_connections} connections are taken."
-            goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
+            goodbye = frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
             accepted.refuse(BUSY_ALERT if self._membership else goodbye)
             self.complaints.add("refused a connection", Peer(accepted.origin), reason)
             return
