@@ -49,7 +49,7 @@ MAX_PARTS = 8
 """An answer that takes more datagrams than this is asked for again over a stream."""
 
 
-class Kind(enum.IntEnum):
+class PacketKind(enum.IntEnum):
     """What a packet is for; greetings that are sealed have SEALED added."""
 
     HELLO = 1
@@ -263,4 +263,4 @@ def cut(call_id: int, answer: bytes) -> list[bytes]:
 
 def version_answer(packet: bytes) -> bytes:
     """What a packet of another version is answered: this peer's version, and some of that packet's bytes."""
-    return PREFIX + bytes([Kind.VERSION]) + packet[4:12]
+    return PREFIX + bytes([PacketKind.VERSION]) + packet[4:12]
