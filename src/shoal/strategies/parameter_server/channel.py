@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.core.errors import CheckpointError, UsageError
-from shoal.group import Group, Handle, Slot, Window, share
+from shoal.group import Group, Handle, Window, WindowSlot, share
 from shoal.strategies.averaging import packed
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
@@ -282,7 +282,7 @@ def send_state(window: Window, to: int, state: Any) -> None:
         send(bucket.flat.view(torch.uint8))
 
 
-def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot]]) -> Any:
+def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[WindowSlot]]) -> Any:
     """Receives what `send_state` sent, slot by slot; CheckpointError when that was not possible."""
 
     def receive() -> torch.Tensor:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost
-from shoal.group import Handle, Slot, Window
+from shoal.group import Handle, Window, WindowSlot
 from shoal.strategies.parameter_server.channel import (
     ParameterShard,
     Presence,
@@ -338,7 +338,7 @@ class ServerClient:
                     slot.clear()
 
     @contextlib.contextmanager
-    def _next_slot(self, window: Window, server: int) -> Iterator[Slot]:
+    def _next_slot(self, window: Window, server: int) -> Iterator[WindowSlot]:
         """Waits until a server has written something, and empties the slot at the end of the block."""
         is_taken = False
         while not is_taken:
