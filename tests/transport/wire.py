@@ -13,7 +13,7 @@ from shoal.core import SYSTEM_CLOCK, Address, Deadline, Peer, Scope
 from shoal.transport.frames import HEADER, MAGIC, VERSION, FrameKind, encode, frame
 from shoal.transport.limits import ByteBudget, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Routes
+from shoal.transport.messages import MethodTable
 from shoal.transport.streams.connection import Connection
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -134,7 +134,7 @@ class FakeHost:
     def __init__(self, limits=None, peer_id=None):
         self.peer_id = peer_id
         self.limits = limits or Limits()
-        self.routes = Routes()
+        self.routes = MethodTable()
         self.budget = ByteBudget(self.limits.max_bytes_in_flight, self.limits.max_bytes_in_flight // 16)
         self.pool = BufferPool()
         self.clock = SYSTEM_CLOCK

@@ -42,8 +42,8 @@ from shoal.transport.messages import (
     Buffers,
     Channel,
     Into,
+    MethodTable,
     Reply,
-    Routes,
     Target,
     Transport,
     byte_views,
@@ -98,13 +98,13 @@ class DatagramTransport(Transport):
         peer_id: PeerId | None = None,
         limits: Limits | None = None,
         network: Network | None = None,
-        routes: Routes | None = None,
+        routes: MethodTable | None = None,
         streams: StreamTransport | None = None,
     ) -> None:
         self.network = network or SocketNetwork()
         self.streams = streams
         self.limits = limits or Limits()
-        self.routes = routes or (streams.routes if streams is not None else Routes())
+        self.routes = routes or (streams.routes if streams is not None else MethodTable())
         self.budget = streams.budget if streams is not None else ByteBudget(self.limits.max_bytes_in_flight)
         self.peer_id = membership.peer_id if membership is not None else peer_id
         self.clock = self.network.clock
