@@ -98,7 +98,7 @@ def attributes_of(cls):
 def member_text(value):
     if isinstance(value, staticmethod | classmethod):
         return f"{type(value).__name__} {signature_text(value.__func__)}"
-    if isinstance(value, property):
+    if isinstance(value, property) and inspect.isfunction(value.fget):  # others only pass an attribute on
         result = inspect.signature(value.fget).return_annotation
         return f"property -> {annotation_text(result)}" + (", settable" if value.fset else "")
     if inspect.isfunction(value):
