@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
-from shoal.strategies.averaging import packed
 from shoal.tensors import is_sharded
+from shoal.tensors.buckets import packed
 from shoal.tensors.checkpoint import SentState, is_scalar, rebuild, scalar
 
 if TYPE_CHECKING:

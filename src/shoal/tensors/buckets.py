@@ -12,7 +12,7 @@ the largest part of all workers, so that buckets are equally long where dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Large enough that the cost of one exchange hardly counts, small enough to overlap with backward."""
+
+
+PACK_BYTES = 64 * 2**20
+"""Of one operation on many tensors: few operations, and little memory beside the model."""
 
 
 class BucketSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +178,32 @@ class Bucket:
                     next_step="give the tensors in the order of layout.indices; layout.pick(…) does",
                 )
         return tensors
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a complex tensor as a real one with one dimension more; gives others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def packed(
+    tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Copies the tensors into a few buckets of private memory, each with the tensors that it copies.
+
+    Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
+    """
+    tensors = list(map(as_real, tensors))
+    for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
+        bucket = Bucket(layout, device=device)
+        members = layout.pick(tensors)
+        bucket.load(members)
+        yield bucket, members
+
+
+def packed_on_devices(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Packs tensors of each device together, in memory of that device: a GPU is not waited for."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        yield from packed([tensor for tensor in tensors if tensor.device == device], device)
 
 
 def _aligned(size: int) -> int:

@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.group import Group, Handle, Window, WindowSlot, share
-from shoal.strategies.averaging import packed
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
+from shoal.tensors.buckets import packed
 from shoal.tensors.checkpoint import SentState, rebuild
 from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Packing
