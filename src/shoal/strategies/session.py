@@ -30,6 +30,7 @@ from shoal.group.elastic import elastic_of
 from shoal.group.functions import others
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
+from shoal.group.states import take_values
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
@@ -41,7 +42,6 @@ from shoal.strategies.start import (
     require_equal,
     require_same_count,
     start_optimizers,
-    take_values,
 )
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights

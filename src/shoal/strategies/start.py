@@ -17,7 +17,7 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
+from shoal.group.states import take_state
 from shoal.tensors import is_sharded
-from shoal.tensors.buckets import packed
-from shoal.tensors.checkpoint import SentState, is_scalar, rebuild, scalar
+from shoal.tensors.checkpoint import is_scalar, scalar
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession
@@ -101,32 +101,6 @@ def _refusal(what: str, group: Group) -> UsageError:
         cause="the two would average the same gradients, and hide from each other what they did.",
         next_step=_NEXT_STEP.format(size=group.size),
     )
-
-
-def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Copies the values of `root` into equal tensors; of DTensors its part. Collective."""
-    for bucket, mine in packed([tensor.detach() for tensor in tensors]):
-        group.broadcast(bucket.flat.view(torch.uint8), root).wait()
-        if group.rank != root:
-            bucket.store(mine)
-
-
-def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
-    """Gives all members the state that `make` returns on `root`, where alone it is called.
-
-    A state has numbers, texts, tensors, lists and dicts. Collective; UsageError on all when it has others.
-    """
-    sent, tensors = SentState.of(make) if group.rank == root else (SentState(), {})
-    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], SentState)
-    if sent.problem:
-        raise UsageError(
-            f"what rank {root} has cannot be given to the others: {sent.problem}",
-            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
-        )
-    if group.rank != root:
-        tensors = sent.room()
-    take_values(group, list(tensors.values()), root)
-    return rebuild(sent.plain, tensors)
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

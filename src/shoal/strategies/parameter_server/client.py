@@ -18,6 +18,7 @@ import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Window, WindowSlot
+from shoal.group.states import receive_state
 from shoal.strategies.parameter_server.channel import (
     ParameterShard,
     Presence,
@@ -25,7 +26,6 @@ from shoal.strategies.parameter_server.channel import (
     ServerChannel,
     ServerReply,
     WorkerRequest,
-    receive_state,
 )
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import describe
