@@ -531,7 +531,8 @@ class DdpWorker:
         if config.is_ddp:
             from torch import distributed
 
-            from shoal.strategies.ddp import open_process_group, wrap
+            from shoal.group.torch_world import open_process_group
+            from shoal.strategies.ddp import wrap
             from shoal.strategies.options import DDPOptions
 
             open_process_group(group, trainee.device, stack)
