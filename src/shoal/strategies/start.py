@@ -4,7 +4,8 @@ What already shares the model among the same workers is refused. Two that averag
 other's work: under DDP the workers of `local-sgd` never differ, and the loss looks plausible. Certain signs
 are a wrapper of torch's (DistributedDataParallel, FSDP) around the model or around a module that shares its
 parameters, an FSDP mesh, and Accelerate with several processes. A default process group alone is no sign:
-programs open one to log, and Shoal computes by it.
+programs open one to log, and Shoal computes by it. Models that FSDP2 shards inside each machine are another
+thing (`group.replicas`): a few strategies and options train them.
 
 Optimizers are built alike on all members, or take what rank 0 has, where that is further on: so a checkpoint
 that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the optimizer, which
@@ -101,6 +102,35 @@ def _refusal(what: str, group: Group) -> UsageError:
         cause="the two would average the same gradients, and hide from each other what they did.",
         next_step=_NEXT_STEP.format(size=group.size),
     )
+
+
+def refuse_sharded(session: TrainingSession) -> None:
+    """UsageError for what a sharded model cannot be trained with."""
+    strategy, options = session.strategy, session.options
+    if not strategy.trains_shards:
+        raise UsageError(
+            f"{strategy.name} does not train models that are sharded by FSDP2; diloco and local-sgd do.",
+            next_step="take --strategy diloco or local-sgd, or attach a model that is not sharded.",
+        )
+    whole = [name for name, tensor in session.named_parameters.items() if not is_sharded(tensor)]
+    if whole:
+        raise UsageError(
+            f"{whole[0]} is not sharded, and other parameters are: the workers of a machine would train it "
+            "apart from each other.",
+            next_step="call fully_shard on the whole model, too, and make the optimizer after that.",
+        )
+    refused = {
+        "monitor": options.monitor,
+        "should_broadcast_buffers": options.should_broadcast_buffers,
+        "on_nonfinite=skip": options.on_nonfinite == "skip",
+    }
+    for option, is_asked in refused.items():
+        if is_asked:
+            raise UsageError(
+                f"{option} does not work with a model that is sharded by FSDP2.",
+                cause="a worker sees its own shard of the gradients, or its own buffers.",
+                next_step="leave the option out; on_nonfinite=stop works.",
+            )
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
