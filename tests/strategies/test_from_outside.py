@@ -75,6 +75,25 @@ def test_a_class_is_found_by_module_and_name(reef):
         make_strategy(SoloGroup(), KELP, bucket_mib=1)
 
 
+def test_a_class_is_found_by_its_file(reef, monkeypatch):
+    monkeypatch.chdir(reef)
+    name = "shoal_test_reef/rules.py:Kelp"
+    row = find(name)[0]
+    assert (row.name, load_class(row).name) == (name, "kelp")
+    assert load_class(find(name)[0]) is load_class(row), "the file is run once"
+    assert canonical(f"{reef}/{name}") == f"{reef}/{name}"
+    (kelp,) = compared([name], {"local_steps": "2"})
+    assert kelp.strategy == name
+
+
+def test_a_file_that_fails_is_run_again(tmp_path):
+    path = tmp_path / "shoal_test_urchin.py"
+    path.write_text("raise RuntimeError('spines')")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="spines"):
+            find(f"{path}:Urchin")
+
+
 def test_ours_is_the_same_by_module_and_class():
     assert find("shoal.strategies.diloco:DiLoCo") == (BUILT_IN["diloco"], {})
 
@@ -93,7 +112,8 @@ def test_an_installed_package_adds_names(installed):
     [
         ("dilocco", "Did you mean 'diloco'"),
         ("shoal_test_reef.rules:", "does not name a class"),
-        ("./rules.py:Kelp", "does not name a class"),
+        ("./rules.py:Kelp", r"no file '\./rules\.py'"),
+        ("./rules:Kelp", r"does not name a class[\s\S]*file\.py:Class"),
         ("shoal_test_reef.rule:Kelp", "no module 'shoal_test_reef.rule'"),
         ("shoal_test_atoll.rules:Kelp", r"no module 'shoal_test_atoll'[\s\S]*PYTHONPATH"),
         ("shoal_test_reef.rules:Help", r"no class 'Help'[\s\S]*Did you mean 'Kelp'"),

@@ -88,7 +88,7 @@ def run(
     strategy: Annotated[
         str | None,
         flag(
-            "The strategy that shoal.from_args() makes; your own is package.module:Class. "
+            "The strategy that shoal.from_args() makes; your own is package.module:Class or file.py:Class. "
             "Default: all-reduce.",
             metavar="NAME",
         ),
@@ -235,7 +235,7 @@ def run(
     track: Annotated[
         str | None,
         flag(
-            "Log to tensorboard, wandb, mlflow, or a class of your own as package.module:Class. "
+            "Log to tensorboard, wandb, mlflow, or your own class as package.module:Class or file.py:Class. "
             "Default of DIR: shoal-tracked.",
             metavar="NAME[=DIR]",
         ),

@@ -283,6 +283,9 @@ def _run_file(where: str, purpose: str) -> ModuleType:
             next_step=f"give its path from {Path.cwd()}, on every machine that needs it.",
         )
     name = f"shoal_file_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return known  # its classes stay the same
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a file that ends in .py has a spec"
     assert spec.loader is not None, "and a loader"
@@ -290,5 +293,9 @@ def _run_file(where: str, purpose: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # for what the file imports from beside it
     sys.modules[name] = module  # dataclasses and annotations look their module up here
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -1,4 +1,5 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, or a class of one's own as `module:Class`.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, or a class of one's own as `module:Class` or
+`file.py:Class`.
 
 Every worker of a run writes what it logs (`strategy.log(loss=loss)`) and what its session counts, step by
 step, and a tracker shows all workers as one run: the values of worker 3 have the tag `loss/3`.
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import UsageError, did_you_mean
+from shoal.core.run_options import load_module
 
 KNOWN = {
     "tensorboard": "TensorBoardTracker",
@@ -43,7 +45,7 @@ def make_tracker(asked: str, run: str, rank: int) -> Tracker:
     check_name(name)
     module, _, attribute = name.rpartition(":")
     made: Tracker
-    kind = getattr(import_module(module), attribute) if module else globals()[KNOWN[name]]
+    kind = getattr(load_module(module, "the tracker"), attribute) if module else globals()[KNOWN[name]]
     made = kind(run, rank, Path(folder or DEFAULT_FOLDER))
     return made
 
@@ -53,7 +55,8 @@ def check_name(name: str) -> None:
     if ":" not in name and name not in KNOWN:
         raise UsageError(
             f"There is no tracker {name!r}.{did_you_mean(name, KNOWN)}",
-            next_step=f"one of {', '.join(KNOWN)}, or a class of your own as package.module:Class.",
+            next_step=f"one of {', '.join(KNOWN)}, or a class of your own as package.module:Class or "
+            "file.py:Class.",
         )
 
 

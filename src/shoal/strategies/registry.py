@@ -1,9 +1,10 @@
 """The registry: one row for each strategy, and how a strategy is found and made by its name.
 
 A row says where a class is without importing it, so that `shoal run` and `--help` start without torch. A
-strategy of another package needs no row here: it is named as `module:Class`, or by an entry point of the
-group `shoal.strategies` in that package's metadata. Its class then says what a row says: `name`, `Options`,
-and any of `needs_servers`, `needs_machines`, `is_asynchronous` and `has_own_channel` that are True.
+strategy of another package needs no row here: it is named as `module:Class` or `file.py:Class`, or by an
+entry point of the group `shoal.strategies` in that package's metadata. Its class then says what a row says:
+`name`, `Options`, and any of `needs_servers`, `needs_machines`, `is_asynchronous` and `has_own_channel` that
+are True.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ENTRY_POINTS = "shoal.strategies"
 """The group of entry points by which an installed package adds strategies."""
 _TRAITS = ("needs_servers", "needs_machines", "is_asynchronous", "has_own_channel")
 """Facts of a row that the class of a strategy from outside may state."""
-_OUTSIDE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_OUTSIDE = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|[^:,\s]+\.py):[^\W\d]\w*")
+"""A class of a module, or of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +161,15 @@ _LOCATIONS = {row.location: row.name for row in _ROWS}
 def canonical(name: str) -> str:
     """Give the name that stands for a strategy everywhere, without importing its class.
 
-    An alias becomes the strategy's own name, hyphens and underscores are alike; `module:Class` stays as it
-    is. UsageError with suggestions for a name that is none.
+    An alias becomes the strategy's own name, hyphens and underscores are alike; `module:Class` and
+    `file.py:Class` stay as they are. UsageError with suggestions for a name that is none.
     """
     text = name.strip()
     if ":" in text:
         if not _OUTSIDE.fullmatch(text):
             raise UsageError(
-                f"{name!r} does not name a class.", next_step="write it as package.module:Class."
+                f"{name!r} does not name a class.",
+                next_step="write it as package.module:Class or file.py:Class.",
             )
         return _LOCATIONS.get(text, text)
     plain = _plain(text)
@@ -180,7 +183,8 @@ def canonical(name: str) -> str:
     known = [*BUILT_IN, *installed]
     raise UsageError(
         f"There is no strategy {name!r}.{did_you_mean(name, [*known, *_ALIASES], n=3)}",
-        next_step=f"one of {', '.join(known)}, or a class of your own as package.module:Class.",
+        next_step=f"one of {', '.join(known)}, or a class of your own as package.module:Class or "
+        "file.py:Class.",
     )
 
 
