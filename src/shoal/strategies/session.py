@@ -32,10 +32,10 @@ from shoal.group.opening import has_failed
 from shoal.group.replicas import ShardReplicas, lost_mate
 from shoal.group.solo import SoloGroup
 from shoal.group.states import take_values
+from shoal.group.step_counter import StepCounter
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
-from shoal.strategies.last_round import StepCounter
 from shoal.strategies.nonfinite import FiniteCheck
 from shoal.strategies.start import (
     refuse_foreign,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded
-from shoal.group import Group, next_number
-from shoal.group.functions import others
+from shoal.group.base import Group
+from shoal.group.functions import next_number, others
 
 _NO_PROGRESS_S = 10.0
 """A worker that makes no step for so long, and for as many steps as `_NO_PROGRESS_STEPS` take this one, may
