@@ -169,7 +169,7 @@ def test_ones_own_that_is_not_there(own_file, tmp_path):
     stem = own_file.stem
     with pytest.raises(UsageError, match="Did you mean 'plain'"):
         expert_class(f"{stem}:plan")
-    with pytest.raises(UsageError, match="could be called"):
+    with pytest.raises(UsageError, match="cannot be called"):
         expert_class(f"{stem}:number")
     with pytest.raises(UsageError, match="no module"):
         expert_class("no_such_package_of_a_test:factory")

@@ -63,7 +63,7 @@ def test_every_step_that_is_logged_reaches_the_tracker(monkeypatch, tmp_path):
 def test_a_tracker_that_cannot_be_made_is_told_and_the_training_goes_on(monkeypatch, caplog):
     monkeypatch.setenv("SHOAL_TRACK", "no_such_module:Tracker")
     assert len(train(2)) == 2
-    assert "this run is not tracked: No module named 'no_such_module'" in caplog.text
+    assert "this run is not tracked: There is no module 'no_such_module'" in caplog.text
 
 
 def test_names_of_no_tracker_are_refused():

@@ -125,7 +125,7 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path, monkeypatch):
         ("shoal_test_nets:recurrent", r"none can be guessed[\s\S]*Try: let the factory return"),
         ("shoal_test_nets:wrong", r"says of its inputs is wrong[\s\S]*Try: say some of input_shape"),
         ("shoal_test_nets:too_many", r"said to have 9 classes, and gives logits of 5"),
-        ("shoal_test_nets:", r"names no model[\s\S]*package.module:factory"),
+        ("shoal_test_nets:", r"names no model[\s\S]*package.module:NAME"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_next_step(nets, name, says):

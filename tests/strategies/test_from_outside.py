@@ -116,7 +116,7 @@ def test_an_installed_package_adds_names(installed):
         ("./rules:Kelp", r"does not name a class[\s\S]*file\.py:Class"),
         ("shoal_test_reef.rule:Kelp", "no module 'shoal_test_reef.rule'"),
         ("shoal_test_atoll.rules:Kelp", r"no module 'shoal_test_atoll'[\s\S]*PYTHONPATH"),
-        ("shoal_test_reef.rules:Help", r"no class 'Help'[\s\S]*Did you mean 'Kelp'"),
+        ("shoal_test_reef.rules:Help", r"has no 'Help'[\s\S]*Did you mean 'Kelp'"),
         ("shoal_test_reef.rules:Sand", r"is no strategy[\s\S]*shoal\.Strategy"),
         ("shoal.strategies:Strategy", "has no name"),
     ],

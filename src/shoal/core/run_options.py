@@ -3,7 +3,7 @@
 An option is a field of a struct, `Annotated[TYPE, Meta(description=…)]`, where its name, type, default and
 description stand alone: flags, help texts and documentation are made of them. `flag(…)` is such a Meta with
 what the command line needs beside that. Some options name code of the user's own, as `package.module:name`
-or `file.py:name`: a model, a strategy, an expert (`load_module`).
+or `file.py:name`: a model, a strategy, an expert, a tracker (`load_named`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import UsageError, did_you_mean
 from shoal.core.untrusted import decode_json
 
 VARIABLE = "SHOAL_RUN"
@@ -253,13 +253,30 @@ def _without_limits(hint: Any) -> Any:
     return hint
 
 
-def load_module(where: str, purpose: str) -> ModuleType:
-    """Imports the module, or runs the file, that `where` names; `purpose` says what should come from it.
+def load_named(name: str, what: str) -> Any:
+    """Gives what the user's own `package.module:NAME` or `file.py:NAME` stands for; `what` it should be.
 
-    UsageError when there is none. What the module itself raises passes through.
+    UsageError when it is written otherwise, or is not there. What the module itself raises passes through.
     """
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute.isidentifier():
+        raise UsageError(
+            f"{name!r} names no {what}.", next_step="write it as package.module:NAME or file.py:NAME."
+        )
+    module = _load_module(where, what)
+    if not hasattr(module, attribute):
+        public = [each for each in vars(module) if not each.startswith("_") and callable(vars(module)[each])]
+        raise UsageError(
+            f"{where} has no {attribute!r}.{did_you_mean(attribute, public)}",
+            next_step=f"name what is there, as {where}:{(public or ['NAME'])[0]}.",
+        )
+    return getattr(module, attribute)
+
+
+def _load_module(where: str, what: str) -> ModuleType:
+    """Imports the module, or runs the file, from which `what` should come."""
     if where.endswith(".py"):
-        return _run_file(where, purpose)
+        return _run_file(where, what)
     if str(Path.cwd()) not in sys.path:
         # the `shoal` program lacks the current folder, which `python -m` has; at the end it hides nothing
         sys.path.append(str(Path.cwd()))
@@ -269,17 +286,17 @@ def load_module(where: str, purpose: str) -> ModuleType:
         if error.name is None or not f"{where}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"There is no module {error.name!r}, from which {purpose} should come.",
+            f"There is no module {error.name!r}, from which the {what} should come.",
             cause=f"it is misspelt, or neither installed nor on PYTHONPATH nor in {Path.cwd()}.",
             next_step="start in the folder that holds it, set PYTHONPATH to that folder, or install it.",
         ) from None
 
 
-def _run_file(where: str, purpose: str) -> ModuleType:
+def _run_file(where: str, what: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise UsageError(
-            f"There is no file {where!r}, from which {purpose} should come.",
+            f"There is no file {where!r}, from which the {what} should come.",
             next_step=f"give its path from {Path.cwd()}, on every machine that needs it.",
         )
     name = f"shoal_file_{path.stem}"

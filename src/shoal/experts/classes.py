@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.core import UsageError
 from shoal.core.errors import did_you_mean
-from shoal.core.run_options import load_module
+from shoal.core.run_options import load_named
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.expert import Expert
 from shoal.experts.schema import Example, as_example
@@ -325,17 +325,12 @@ EXPERT_CLASSES: dict[str, ExpertClass] = {
 
 
 def _own_class(name: str) -> ExpertClass:
-    where, _, attribute = name.rpartition(":")
-    if not where:
-        raise UsageError(f"{name!r} names no expert class.", next_step="write it as package.module:factory.")
-    module = load_module(where, "the expert class")
-    factory = getattr(module, attribute, None)
+    factory = load_named(name, "expert class")
     if isinstance(factory, ExpertClass):
         return factory
     if not callable(factory):
-        public = [key for key in vars(module) if not key.startswith("_")]
         raise UsageError(
-            f"{where} has no {attribute!r} that could be called.{did_you_mean(attribute, public)}",
+            f"{name} is a {type(factory).__name__}, which cannot be called.",
             next_step="name a function that gives a module for a hidden dimension, or a class of modules.",
         )
     made: Callable[[int], Any] = factory

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import UsageError, did_you_mean
-from shoal.core.run_options import load_module
+from shoal.core.run_options import load_named
 
 KNOWN = {
     "tensorboard": "TensorBoardTracker",
@@ -43,10 +43,8 @@ def make_tracker(asked: str, run: str, rank: int) -> Tracker:
     """The tracker that `--track` names: `NAME` or `module:Class`, with `=FOLDER` behind it or not."""
     name, _, folder = asked.partition("=")
     check_name(name)
-    module, _, attribute = name.rpartition(":")
-    made: Tracker
-    kind = getattr(load_module(module, "the tracker"), attribute) if module else globals()[KNOWN[name]]
-    made = kind(run, rank, Path(folder or DEFAULT_FOLDER))
+    kind = load_named(name, "tracker") if ":" in name else globals()[KNOWN[name]]
+    made: Tracker = kind(run, rank, Path(folder or DEFAULT_FOLDER))
     return made
 
 

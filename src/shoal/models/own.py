@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.core.errors import did_you_mean
-from shoal.core.run_options import load_module
+from shoal.core.run_options import load_named
 from shoal.models.registry import ModelEntry
 
 _SAY_INPUTS = (
@@ -85,19 +84,7 @@ def _own_model(name: str, _folder: Path) -> ModelEntry:
 
 
 def _load(name: str) -> Callable[[], Any]:
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute.isidentifier():
-        raise UsageError(
-            f"{name!r} names no model.", next_step="write it as package.module:factory or file.py:factory."
-        )
-    module = load_module(where, "a model")
-    if not hasattr(module, attribute):
-        public = [each for each in vars(module) if not each.startswith("_") and callable(vars(module)[each])]
-        raise UsageError(
-            f"{where} has no {attribute!r}.{did_you_mean(attribute, public)}",
-            next_step=f"name one of its functions, as {where}:{(public or ['factory'])[0]}.",
-        )
-    factory = getattr(module, attribute)
+    factory = load_named(name, "model")
     if not callable(factory):
         raise UsageError(
             f"{name} is a {type(factory).__name__}, which cannot be called.",

@@ -10,7 +10,6 @@ are True.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from shoal.core.errors import UsageError, did_you_mean
-from shoal.core.run_options import RunOptions, load_module
+from shoal.core.run_options import RunOptions, load_named
 from shoal.strategies import options as of
 
 if TYPE_CHECKING:
@@ -302,19 +301,10 @@ def _outside_row(name: str, location: str) -> StrategyInfo:
 
 def _load(location: str) -> type[Strategy]:
     """Import a class, and see that it is a strategy; what the module itself raises passes through."""
-    where, _, attribute = location.partition(":")
-    is_ours = location in _LOCATIONS
-    module = importlib.import_module(where) if is_ours else load_module(where, f"the strategy {location!r}")
-    kind = getattr(module, attribute, None)
-    if not isinstance(kind, type):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        raise UsageError(
-            f"The module {where!r} has no class {attribute!r}.{did_you_mean(attribute, classes)}",
-            next_step="name a class of that module, as package.module:Class.",
-        )
     from shoal.strategies.strategy import Strategy
 
-    if not issubclass(kind, Strategy):
+    kind = load_named(location, "strategy")
+    if not isinstance(kind, type) or not issubclass(kind, Strategy):
         raise UsageError(
             f"{location} is no strategy.", next_step="let the class inherit from shoal.Strategy."
         )
