@@ -25,8 +25,8 @@ from shoal.dht.records import (
     Validator,
     Value,
     encode_value,
-    holder_of,
     key_of,
+    owner_of_subkey,
     reserved,
     value_of,
 )
@@ -318,6 +318,6 @@ async def present(
     peers = {
         peer_id: slot
         for subkey, slot in found.value.items()
-        if (peer_id := holder_of(subkey)) is not None and slot.owner == peer_id
+        if (peer_id := owner_of_subkey(subkey)) is not None and slot.owner == peer_id
     }
     return dict(sorted(peers.items()))
