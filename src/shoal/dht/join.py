@@ -103,7 +103,7 @@ class Joining:
             await look_up(protocol, [lookup], protocol.call_deadline(4), seeds=met.contacts)
             await self._fill_gaps(protocol.call_deadline(4))
             await self._hear_of_others(protocol.call_deadline())
-            if self.reachability.has_one_word:
+            if self.reachability.rests_on_one_report:
                 others = [one for one in protocol.table.contacts() if one not in met.contacts]
                 await self.reachability.check(others)
         return met
@@ -141,11 +141,11 @@ class Joining:
                         protocol.table.on_heard_of(other)
 
     def _warn_of_clocks(self, met: Met) -> None:
-        if met.untimely is not None and not self._has_warned_of_clocks:
+        if met.wrong_clock is not None and not self._has_warned_of_clocks:
             self._has_warned_of_clocks = True
             is_strict = self._protocol.settings.is_strict
             follows = "That peer is left out" if is_strict else "Records may be lost"
-            log.warning("%s %s: %s", met.untimely.what, follows, met.untimely.cause)
+            log.warning("%s %s: %s", met.wrong_clock.what, follows, met.wrong_clock.cause)
 
     def _complain(self, met: Met) -> None:
         """Say why there is nobody to join by, unless this peer is the first of a swarm."""
@@ -159,8 +159,8 @@ class Joining:
             (refusal.cause or refusal.what) if refusal is not None else "",
             self.addresses[0],
         )
-        if met.untimely is not None:
-            error = met.untimely
+        if met.wrong_clock is not None:
+            error = met.wrong_clock
         elif isinstance(refusal, PeerRefused):
             error = refusal
         if self._protocol.settings.is_strict:
@@ -185,7 +185,7 @@ class Met(msgspec.Struct):
     """Peers to join by, each once."""
     refusals: list[ShoalError] = []
     """Why the other addresses are none to join by."""
-    untimely: UsageError | None = None
+    wrong_clock: UsageError | None = None
     """The first whose clock differs too much."""
     is_here: bool = False
     """Whether this peer itself is at one of them."""
@@ -201,7 +201,9 @@ class Met(msgspec.Struct):
     def is_first(self) -> bool:
         """Whether this peer is one of those asked, and the only one that is there."""
         silences = (DeadlineExceeded, PeerUnreachable)
-        return self.is_here and not self.untimely and all(isinstance(one, silences) for one in self.refusals)
+        return (
+            self.is_here and not self.wrong_clock and all(isinstance(one, silences) for one in self.refusals)
+        )
 
 
 async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
@@ -258,7 +260,7 @@ def _note(protocol: DHTProtocol, met: Met, answered: Answered) -> None:
         met.refusals.append(same)
         return
     if _clock_gap_s(answered) > limit_s:
-        met.untimely = met.untimely or UsageError(
+        met.wrong_clock = met.wrong_clock or UsageError(
             f"The clock of {peer} and this machine's are {_clock_gap_s(answered):.1f} s apart.",
             cause=f"records expire by the wall clock; peers must agree on it within {limit_s:g} s.",
             next_step="set both clocks, for example with NTP.",
@@ -307,8 +309,8 @@ class Reachability:
     def __init__(self, protocol: DHTProtocol) -> None:
         self._protocol = protocol
         self._is_unreachable = False
-        self.has_one_word = False
-        """Whether a single peer's word has made this one a client, there being nobody else to ask then."""
+        self.rests_on_one_report = False
+        """Whether a single peer's report has made this one a client, there being nobody else to ask then."""
 
     async def check(self, contacts: Sequence[Contact]) -> None:
         """Ask some of these in turn, until one has reached this peer or enough have not.
@@ -340,7 +342,9 @@ class Reachability:
             await self.check([contact])
 
     def _be_client(self, in_vain: Sequence[Contact]) -> None:
-        self.has_one_word = len(in_vain) < _NEEDED and (self.has_one_word or not self._is_unreachable)
+        self.rests_on_one_report = len(in_vain) < _NEEDED and (
+            self.rests_on_one_report or not self._is_unreachable
+        )
         if self._is_unreachable:
             return
         self._is_unreachable = True
@@ -354,7 +358,7 @@ class Reachability:
 
     def _serve(self) -> None:
         if self._is_unreachable:
-            self._is_unreachable = self.has_one_word = self._protocol.is_client = False
+            self._is_unreachable = self.rests_on_one_report = self._protocol.is_client = False
             log.warning("Others can call this peer again: it is a client no more.")
 
 

@@ -315,7 +315,9 @@ class DHTProtocol:
             if len(key) == ID_BYTES and not records.storage.get(key, wall_s):
                 records.cache.mark_absent(key, until_s)
         contacts: dict[bytes, int] = {}
-        near = [self._unknown(item, head.peer, contacts) if item.reach else b"" for item in store.items]
+        near = [
+            self._nearer_than_sent(item, head.peer, contacts) if item.reach else b"" for item in store.items
+        ]
         return _reply(wire.StoreAnswer(verdicts, list(contacts), near if contacts else []))
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
@@ -355,7 +357,7 @@ class DHTProtocol:
             if (contact.number ^ number) >> wire.REACH_SHIFT < reach and contact.number != asker
         ]
 
-    def _unknown(self, item: wire.Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
+    def _nearer_than_sent(self, item: wire.Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
         """Peers that an item should be brought to and is not."""
         if len(item.key) != ID_BYTES:
             return b""

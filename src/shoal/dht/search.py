@@ -53,7 +53,7 @@ async def look_up(
     for lookup in lookups:
         if len(lookups) <= settings.parallel:
             lookup.first_parallel = settings.parallel
-        num_seeds = max(lookup.width + settings.num_replicas, settings.beam)
+        num_seeds = max(lookup.num_nearest + settings.num_replicas, settings.beam)
         lookup.begin(table.nearest(lookup.number, num_seeds, now_s=now_s))
         heard = table.nearest(lookup.number, _HEARSAY_SEEDS, now_s=now_s, has_hearsay=True)
         for contact in (*heard, *seeds):
@@ -110,10 +110,10 @@ class AskState(enum.IntEnum):
 class Lookup:
     """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    def __init__(self, key: bytes, kind: Kind, width: int) -> None:
+    def __init__(self, key: bytes, kind: Kind, num_nearest: int) -> None:
         self.key = key
         self.kind = kind
-        self.width = width
+        self.num_nearest = num_nearest
         """It ends when so many of the nearest peers have answered."""
         self.number = int.from_bytes(key)
         self.near: list[tuple[int, Contact]] = []
@@ -164,7 +164,7 @@ class Lookup:
         bisect.insort(near, (distance, contact), key=lambda entry: entry[0])
 
     def next_peers(self, parallel: int) -> list[Contact]:
-        """Whom to ask now: those of the `width` nearest that were not asked yet, a few at once.
+        """Whom to ask now: those of the `num_nearest` nearest that were not asked yet, a few at once.
 
         A slow peer takes no place among them. When all have been asked and have answered, those are asked
         again that were asked for too little.
@@ -178,13 +178,13 @@ class Lookup:
             if progress is None and self.num_asked + len(chosen) < parallel:
                 chosen.append(contact)
             num_counted += progress is not AskState.SLOW
-            if num_counted >= self.width:
+            if num_counted >= self.num_nearest:
                 break
         return chosen or ([] if self.num_asked else self._asked_for_too_little())
 
     def _asked_for_too_little(self) -> list[Contact]:
         """Those that were asked only for peers nearer than some that have turned out not to answer."""
-        counted = self.answered()[: self.width]
+        counted = self.answered()[: self.num_nearest]
         reach = wire.reach_of(counted[-1].number ^ self.number) if counted else 0
         return [contact for contact in counted if self._reaches.get(contact.packed, wire.ANYWHERE) < reach]
 
@@ -194,9 +194,11 @@ class Lookup:
     def has_ended(self) -> bool:
         """Whether, there being nobody left to ask, no answer is waited for either.
 
-        A slow peer's is, where fewer than `width` have answered.
+        A slow peer's is, where fewer than `num_nearest` have answered.
         """
-        return self.num_asked == 0 and (len(self.answered()) >= self.width or not self._has(AskState.SLOW))
+        return self.num_asked == 0 and (
+            len(self.answered()) >= self.num_nearest or not self._has(AskState.SLOW)
+        )
 
     @property
     def is_doubtful(self) -> bool:
@@ -206,7 +208,7 @@ class Lookup:
         """
         if self.replicas or self.coordinates or not self.has_silent:
             return False
-        return not self._has_witnesses or len(self.answered()) < self.width
+        return not self._has_witnesses or len(self.answered()) < self.num_nearest
 
     def ask_witnesses(self, witnesses: Sequence[Contact]) -> list[Contact]:
         """Whom of these to ask before it ends after all: those that it has not asked."""
@@ -229,8 +231,8 @@ class Lookup:
     def want(self, contact: Contact) -> wire.Want:
         """What to ask a peer for; all that it knows when it is asked again."""
         reach = wire.ANYWHERE
-        if len(self.near) >= self.width and contact.packed not in self._reaches:
-            reach = wire.reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
+        if len(self.near) >= self.num_nearest and contact.packed not in self._reaches:
+            reach = wire.reach_of(self.near[min(len(self.near), self.num_nearest + 2) - 1][0])
         self._reaches[contact.packed] = reach
         return wire.Want(self.key, self.kind, reach)
 

@@ -214,5 +214,5 @@ class Upkeep:
         for session in tuple(datagrams.sessions.values()):
             turns = _CONTACT_TURNS if session.peer.address in contacts else _STRANGER_TURNS
             is_unused = protocol.now_s() - session.used_at_s > turns * refresh_s
-            if session.is_settled and not session.num_open and is_unused:
+            if session.is_established and not session.num_open and is_unused:
                 datagrams.drop(session, "nothing was heard of it for a long time.")

@@ -79,7 +79,7 @@ class CalleeSession(Session):
         """Calls before this one are of no interest to their caller."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_established(self) -> bool:
         """Whether both sides know each other, and where."""
         return self.is_proven and self.is_open
 

@@ -118,7 +118,7 @@ class Session:
         return len(self.calls)
 
     @property
-    def is_settled(self) -> bool:
+    def is_established(self) -> bool:
         """Whether both sides know each other, and where."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Session:
 
     def leave(self, reason: str, code: str = wire.LEFT) -> None:
         """Tell the other side that this one ends the session."""
-        if self.is_settled:
+        if self.is_established:
             for _ in range(_GOODBYES):
                 self.queue(encode(wire.Goodbye(reason, code)))
                 self.flush()

@@ -462,7 +462,9 @@ class DatagramTransport(Transport):
         max_sessions = SESSIONS_A_CONNECTION * self.limits.max_connections + len(self.handshakes.unproven)
         if len(self.sessions) <= max_sessions:
             return True
-        idle = [session for session in self.sessions.values() if session.is_settled and not session.num_open]
+        idle = [
+            session for session in self.sessions.values() if session.is_established and not session.num_open
+        ]
         idle.sort(key=lambda session: session.used_at_s)
         for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
             self.drop(session, "it was not used for a long time.")

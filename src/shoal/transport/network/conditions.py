@@ -315,7 +315,7 @@ class FaultyLink(WayLink):
         self._version = -1
         self._was_cut = False
         per_byte_s = 0.0 if self._way is None else self._way.per_byte_s
-        self._unhurt = self._sample_s, self._jitter_s, self._loss, per_byte_s
+        self._without_faults = self._sample_s, self._jitter_s, self._loss, per_byte_s
 
     def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
         """For bytes that must arrive; held up while the link is cut or one end is paused."""
@@ -363,11 +363,11 @@ class FaultyLink(WayLink):
             conditions.catch_up(now_s)
         if self._version != conditions.version:
             self._version = conditions.version
-            self._feel(conditions.effects_on(*self._ends))
+            self._apply(conditions.effects_on(*self._ends))
         return self._effects
 
-    def _feel(self, effects: Effects) -> None:
-        sample_s, jitter_s, loss, per_byte_s = self._unhurt
+    def _apply(self, effects: Effects) -> None:
+        sample_s, jitter_s, loss, per_byte_s = self._without_faults
         factor = effects.factor
         self._sample_s = sample_s if factor == 1 else lambda uniform: factor * sample_s(uniform)
         self._jitter_s = factor * jitter_s

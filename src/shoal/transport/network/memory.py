@@ -87,9 +87,9 @@ class MemoryHost(Network):
         self._listeners: dict[int, MemoryListener] = {}
         self._datagrams: dict[int, MemoryDatagrams] = {}
         self._streams: dict[MemoryStream, None] = {}
-        self._settle(self.address)
+        self._be_known_as(self.address)
 
-    def _settle(self, address: Address) -> None:
+    def _be_known_as(self, address: Address) -> None:
         """Be known to the conditions by this address."""
         self.address = address
         self._network.links.clear()
@@ -232,7 +232,7 @@ class MemoryHost(Network):
         if not self._has_address:
             self._has_address = True
             if port != self.address.port:
-                self._settle(Address(self.name, port))
+                self._be_known_as(Address(self.name, port))
         return port
 
     def _check_alive(self) -> None:

@@ -122,7 +122,7 @@ class ShapedNetwork(Network):
         """Accept TCP connections there; UsageError when that cannot be."""
         timers = self._begin()
         listener = ShapedListener(await self.network.listen(address), timers.loop, self._listeners)
-        self._settle(listener.address)
+        self._be_known_as(listener.address)
         if self._is_dead:
             listener.kill()
         return listener
@@ -215,7 +215,7 @@ class ShapedNetwork(Network):
     def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address, *, is_named: bool) -> None:
         """They are in use now; `is_named`: at an address that others may know."""
         self._datagrams[datagrams] = None
-        self._settle(bound, is_named=is_named)
+        self._be_known_as(bound, is_named=is_named)
         if self._is_dead:
             datagrams.abort()
 
@@ -234,12 +234,12 @@ class ShapedNetwork(Network):
             timers = self._timers[loop] = PreciseTimers(loop)
         self.conditions.start(timers)
         if self.here is not None:
-            self._settle(self.here, is_named=self._is_here_named)
+            self._be_known_as(self.here, is_named=self._is_here_named)
         if self._is_dead:
             raise OSError(errno.ENETDOWN, "this peer was killed by the fault script")
         return timers
 
-    def _settle(self, address: Address, *, is_named: bool = True) -> None:
+    def _be_known_as(self, address: Address, *, is_named: bool = True) -> None:
         """Be known by an address, the first that has a name, and until then the first of all."""
         if self.here is None or (is_named and not self._is_here_named):
             self.here, self._is_here_named = address, is_named
