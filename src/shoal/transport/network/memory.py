@@ -433,10 +433,7 @@ class MemoryStream(asyncio.Transport):
 
     def abort(self) -> None:
         """End it now and drop what has not left."""
-        if not self._is_lost:
-            self._is_closing = True
-            self._reset_other(is_cutting=True)
-            self._loop.call_soon(self._lose, None)
+        self._end(None)
 
     def reset(self) -> None:
         """End this side, because the other end is gone."""
@@ -447,10 +444,7 @@ class MemoryStream(asyncio.Transport):
 
     def kill(self) -> None:
         """Lose the host: the other end hears of it after all that has left, when the link lets it through."""
-        if not self._is_lost:
-            self._is_closing = True
-            self._reset_other(is_cutting=True)
-            self._lose(ConnectionAbortedError("this host was killed"))
+        self._end(ConnectionAbortedError("this host was killed"), is_soon=False)
 
     # --- what the pipes tell ---
 
@@ -464,8 +458,9 @@ class MemoryStream(asyncio.Transport):
                 self._fill(self._buffered, data)
             else:
                 cast("asyncio.Protocol", self.protocol).data_received(data)
-        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
-            self._fail(error)
+        except Exception as error:
+            log.exception("a protocol failed in memory")  # which ends its stream, not the loop
+            self._end(error)
 
     def _fill(self, protocol: asyncio.BufferedProtocol, data: bytes) -> None:
         """Copy into the protocol's own memory."""
@@ -503,8 +498,9 @@ class MemoryStream(asyncio.Transport):
             return
         try:
             keeps_open = cast("asyncio.Protocol", self.protocol).eof_received()
-        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
-            self._fail(error)
+        except Exception as error:
+            log.exception("a protocol failed in memory")
+            self._end(error)
             return
         if not keeps_open:
             self.close()
@@ -533,11 +529,16 @@ class MemoryStream(asyncio.Transport):
             send = self._outgoing.cut if is_cutting else self._outgoing.push_eof
             send(self._other.reset)
 
-    def _fail(self, error: Exception) -> None:
-        log.error("a protocol failed in memory", exc_info=error)
+    def _end(self, error: Exception | None, *, is_soon: bool = True) -> None:
+        """Drop what has not left, and reset the other end."""
+        if self._is_lost:
+            return
         self._is_closing = True
         self._reset_other(is_cutting=True)
-        self._loop.call_soon(self._lose, error)
+        if is_soon:
+            self._loop.call_soon(self._lose, error)
+        else:
+            self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
         if self._is_lost:
