@@ -30,7 +30,7 @@ from shoal.core import (
     UsageError,
     fanout,
 )
-from shoal.core.ids import ID_BYTES
+from shoal.core.ids import ID_BYTES, is_loopback
 from shoal.core.untrusted import decode_json
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.search import Lookup, look_up
@@ -38,7 +38,6 @@ from shoal.dht.wire import ID_BITS, Contact, Found, Kind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
-from shoal.transport.trust.membership import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from shoal.core import (
     ShoalError,
     StandingScope,
 )
-from shoal.core.ids import ID_BYTES
+from shoal.core.ids import ID_BYTES, is_loopback
 from shoal.core.limits import RateLimiter
 from shoal.dht import wire
 from shoal.dht.records import Slot, Validator, Verdict
@@ -42,7 +42,6 @@ from shoal.dht.storage import LocalRecords
 from shoal.dht.wire import Contact
 from shoal.transport import Endpoint, Head, Reply
 from shoal.transport.datagrams.sessions import RoundTrips
-from shoal.transport.trust.membership import is_loopback
 
 _MAX_SLOTS_BYTES = 6_500  # of an answer, so that one of several keys stays within a few datagrams
 _MAX_PAYLOAD_BYTES = 256 << 10  # of an answer; a larger one travels as a buffer

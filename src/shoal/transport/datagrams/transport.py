@@ -22,6 +22,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.ids import is_loopback
 from shoal.core.limits import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
@@ -50,7 +51,7 @@ from shoal.transport.messages import (
     encode_head,
 )
 from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
-from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
+from shoal.transport.trust.membership import Membership, check_may_listen
 
 if TYPE_CHECKING:
     from shoal.transport.streams.transport import StreamTransport
