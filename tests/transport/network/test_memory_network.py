@@ -348,20 +348,6 @@ async def test_a_protocol_that_fails_loses_its_stream_only():
 
 
 @virtual
-async def test_plain_protocols_work_too():
-    class Plain(asyncio.Protocol):
-        heard = b""
-
-        def data_received(self, data):
-            self.heard += data
-
-    pair = await Pair().connect(server=Plain())
-    pair.dialer.transport.write(b"x" * 5000)
-    await asyncio.sleep(1)
-    assert pair.server.heard == b"x" * 5000
-
-
-@virtual
 async def test_a_newcomer_can_be_refused_with_last_words_or_dropped():
     pair = Pair()
     listener = await pair.other.listen(Address("other", 0))

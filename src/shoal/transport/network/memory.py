@@ -335,8 +335,7 @@ class MemoryStream(asyncio.Transport):
     def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
         super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
         self._loop = loop
-        self.protocol: asyncio.BaseProtocol | None = None
-        self._buffered: asyncio.BufferedProtocol | None = None
+        self.protocol: asyncio.BufferedProtocol | None = None
         self._outgoing: Pipe
         self._incoming: Pipe
         self._other: MemoryStream
@@ -361,12 +360,11 @@ class MemoryStream(asyncio.Transport):
         self._on_lost = on_lost
         self._incoming.pause()
 
-    def attach(self, protocol: asyncio.BaseProtocol) -> None:
+    def attach(self, protocol: asyncio.BufferedProtocol) -> None:
         """Have a protocol speak; ConnectionResetError when the stream has ended meanwhile."""
         if self._is_closing:
             raise ConnectionResetError("the stream was closed before it was served")
         self.protocol = protocol
-        self._buffered = protocol if isinstance(protocol, asyncio.BufferedProtocol) else None
         protocol.connection_made(self)
         if not self._is_reading_paused:
             self._incoming.resume()
@@ -449,15 +447,13 @@ class MemoryStream(asyncio.Transport):
     # --- what the pipes tell ---
 
     def _receive(self, data: bytes) -> None:
-        if self._is_closing:
+        protocol = self.protocol
+        if self._is_closing or protocol is None:
             if self._is_lost:
                 self._reset_other(is_cutting=False)
             return
         try:
-            if self._buffered is not None:
-                self._fill(self._buffered, data)
-            else:
-                cast("asyncio.Protocol", self.protocol).data_received(data)
+            self._fill(protocol, data)
         except Exception as error:
             log.exception("a protocol failed in memory")  # which ends its stream, not the loop
             self._end(error)
@@ -497,7 +493,7 @@ class MemoryStream(asyncio.Transport):
             self.close()
             return
         try:
-            keeps_open = cast("asyncio.Protocol", self.protocol).eof_received()
+            keeps_open = self.protocol.eof_received()
         except Exception as error:
             log.exception("a protocol failed in memory")
             self._end(error)
@@ -545,7 +541,7 @@ class MemoryStream(asyncio.Transport):
             return
         self._is_lost = True
         self._unread = b""
-        protocol, self.protocol, self._buffered = self.protocol, None, None
+        protocol, self.protocol = self.protocol, None
         if self._on_lost is not None:
             self._on_lost()
         if protocol is not None:
