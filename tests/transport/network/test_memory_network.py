@@ -53,8 +53,8 @@ class FakeConditions:
         self.kills[address] = callback
         return lambda: self.kills.pop(address, None)
 
-    def clock_for(self, address, clock):
-        return SkewedClock(clock) if address.host == "skewed" else clock
+    def clock_for(self, where, clock):
+        return SkewedClock(clock) if where().host == "skewed" else clock
 
     def change(self, **what):
         for link in self.links.values():

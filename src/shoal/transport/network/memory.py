@@ -78,8 +78,9 @@ class MemoryHost(Network):
         digest = hashlib.blake2b(f"{network.seed} {name}".encode(), digest_size=16).digest()
         self.random = random.Random(int.from_bytes(digest, "big"))
         self.clock: Clock = running_clock()
+        if network.conditions is not None:
+            self.clock = network.conditions.clock_for(lambda: self.address, self.clock)
         self._network = network
-        self._own_clock = self.clock
         self._num_ports = 0
         self._num_origins = 0
         self._has_address = False
@@ -97,7 +98,6 @@ class MemoryHost(Network):
             if self._stop_watching is not None:
                 self._stop_watching()
             conditions.start()
-            self.clock = conditions.clock_for(address, self._own_clock)
             self._stop_watching = conditions.on_kill(address, self.kill)
 
     # --- streams ---

@@ -77,7 +77,7 @@ class ShapedNetwork(Network):
         self.here = here
         self._is_here_named = here is not None
         self.random: random.Random = network.random
-        self.clock: Clock = _ClockHere(self)
+        self.clock: Clock = conditions.clock_for(lambda: self.here, network.clock)
         self._on_kill = on_kill
         self._owns_conditions = owns_conditions
         self._is_dead = False
@@ -266,25 +266,6 @@ class ShapedNetwork(Network):
     def _check_over(self) -> None:
         if not self._tunnels and not self._datagrams:
             self._on_all_over()
-
-
-class _ClockHere:
-    """The clock of this peer, as far as its address is known."""
-
-    def __init__(self, network: ShapedNetwork) -> None:
-        self._network = network
-        self._here: Address | None = None
-        self._clock = network.network.clock
-
-    def now_s(self) -> float:
-        return self._clock.now_s()
-
-    def wall_s(self) -> float:
-        network = self._network
-        if network.here != self._here and network.here is not None:
-            self._here = network.here
-            self._clock = network.conditions.clock_for(self._here, network.network.clock)
-        return self._clock.wall_s()
 
 
 def shaped(
