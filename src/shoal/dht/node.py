@@ -188,7 +188,8 @@ class DHT:
     async def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
         """The first live value met, from this peer's own memory where it has one; None when there is none.
 
-        `latest` asks all replicas, and merges what they have.
+        `latest` asks all replicas, and merges what they have. DeadlineExceeded when it was not looked for
+        everywhere in time, PeerUnreachable when nobody could be asked.
         """
         return (await self.get_many([name], latest=latest, deadline=deadline, must_end=True))[0]
 

@@ -138,14 +138,15 @@ async def carry(
     then, and when this is cancelled, which is how a caller bounds the time.
     """
     loop = asyncio.get_running_loop()
-    fast: Any = _aiofastnet() if LIBRARY != "loop" else None
+    fast = _aiofastnet() if LIBRARY != "loop" else None
     options: dict[str, Any] = {
         "ssl": context,
         "ssl_handshake_timeout": _MAX_HANDSHAKE_S,
         "ssl_shutdown_timeout": _SHUTDOWN_S,
     }
     guarded = _LoopForAiofastnet(loop, connected)
-    carrier, target = (loop, ()) if fast is None else (fast, (guarded,))
+    carrier: Any = fast or loop
+    target = () if fast is None else (guarded,)
     try:
         if is_server:
             await carrier.connect_accepted_socket(*target, lambda: protocol, connected, **options)
