@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.core import (
-    DeadlineExceeded,
-    LimitExceeded,
-    Peer,
-    PeerBusy,
-    ShoalError,
-    UsageError,
-)
+from shoal.core import DeadlineExceeded, LimitExceeded, Peer, PeerBusy, ShoalError, UsageError
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import Session, peer_at
 from shoal.transport.datagrams.wire import SocketAddress

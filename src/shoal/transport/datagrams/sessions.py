@@ -2,7 +2,7 @@
 
 A session goes one way: one side calls (`caller`), the other answers (`callee`). Two peers that call each
 other have two. Both directions have a key of their own and count their packets; a packet that comes twice is
-refused.
+refused (`Session.read`, by `ReplayWindow`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def peer_at(where: SocketAddress) -> Peer:
 
 
 class BareSeal:
-    """No protection: for loopback, simulated networks, and those who want none."""
+    """No protection, against replays neither: for loopback, simulated networks, and those who want none."""
 
     def seal(self, header: bytes, content: bytes) -> bytes:
         """Makes the packet to send."""

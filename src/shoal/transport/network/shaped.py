@@ -472,12 +472,7 @@ class _End(asyncio.Protocol):
         self._is_reading = True
         self._descriptor = -1
         self.pipe = Pipe(
-            timers,
-            link,
-            self._deliver,
-            self._resume,
-            buffer_bytes=self._queue_bytes,
-            choice=choice,
+            timers, link, self._deliver, self._resume, buffer_bytes=self._queue_bytes, choice=choice
         )
 
     # --- what asyncio calls ---
@@ -489,11 +484,8 @@ class _End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         pipe, size_bytes = self.pipe, self._piece_bytes
-        if len(data) <= size_bytes:
-            pipe.push(data)
-        else:
-            for start in range(0, len(data), size_bytes):
-                pipe.push(data[start : start + size_bytes])
+        for start in range(0, len(data), size_bytes):
+            pipe.push(data[start : start + size_bytes])
         if self._is_reading and self.transport is not None and pipe.queued_bytes > self._queue_bytes:
             self._is_reading = False
             self.transport.pause_reading()
