@@ -12,7 +12,7 @@ from shoal.bench.accuracy import (
     parts_of,
 )
 from shoal.bench.contenders import Contender
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 
 ALONE = Contender("all-reduce", "all-reduce")
 CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "dirichlet:0.1"), steps=40)
@@ -20,7 +20,7 @@ CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "diri
 
 @pytest.fixture
 def school(tmp_path):
-    return AccuracyWorker(Place(0, 1, "key", str(tmp_path)), CONFIG)
+    return AccuracyWorker(BenchPlace(0, 1, "key", str(tmp_path)), CONFIG)
 
 
 def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):

@@ -21,7 +21,7 @@ from shoal.bench.ddp import (
     sweep,
 )
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import compare, load, save
 from shoal.report.pytorch import diff_lines
@@ -182,7 +182,7 @@ def alone(tmp_path):
     """A worker that is alone, in this process."""
 
     def alone(**changed):
-        place = Place(0, 1, "test-ddp", str(tmp_path))
+        place = BenchPlace(0, 1, "test-ddp", str(tmp_path))
         return DdpWorker(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
 
     return alone
@@ -227,7 +227,7 @@ def test_gradients_do_not_add_up(alone):
 
 def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkeypatch):
     asked = []
-    monkeypatch.setattr(Place, "open_group", lambda place, name, **named: asked.append(named["backend"]))
+    monkeypatch.setattr(BenchPlace, "open_group", lambda place, name, **named: asked.append(named["backend"]))
     for changed in (
         {},
         {"strategy": "all-reduce", "distributed_backend": "shoal"},

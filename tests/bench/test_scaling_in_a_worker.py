@@ -7,7 +7,7 @@ import pytest
 
 from shoal.bench.contenders import NONE
 from shoal.bench.scaling import ScalingConfig, ScalingPoint, ScalingWorker
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 
 CONFIG = ScalingConfig(
     model="small-cnn",
@@ -28,7 +28,7 @@ def point(strategy, batch_size=4):
 def bench(tmp_path):
     """A worker that is alone, in this very process."""
     with contextlib.ExitStack() as stack:
-        yield ScalingWorker(Place(0, 1, "alone", str(tmp_path)), CONFIG, stack)
+        yield ScalingWorker(BenchPlace(0, 1, "alone", str(tmp_path)), CONFIG, stack)
 
 
 def count_steps(bench, strategy):

@@ -48,11 +48,11 @@ from shoal.bench.frame import (
 )
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
+    BenchPlace,
     Helper,
     LocalWorkers,
     OpenWorkers,
     Parent,
-    Place,
     Workers,
     WorkerSettings,
     one_line,
@@ -504,7 +504,7 @@ def where_reached(values: list[float], target: float) -> int | None:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> AccuracyWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> AccuracyWorker:
     """Train what is ordered."""
     place.set_up_process()
     worker = AccuracyWorker(place, msgspec.convert(arguments, AccuracyConfig))
@@ -514,7 +514,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one run until the workers are done with it."""
-    place = msgspec.convert(arguments["place"], Place)
+    place = msgspec.convert(arguments["place"], BenchPlace)
     place.set_up_process()
     role = arguments["arguments"]
     run, config = msgspec.convert(role["run"], AccuracyRun), msgspec.convert(role["config"], AccuracyConfig)
@@ -539,7 +539,7 @@ def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
 class AccuracyWorker:
     """What one worker has of the data, and the trainee under way; its methods are the orders."""
 
-    def __init__(self, place: Place, config: AccuracyConfig) -> None:
+    def __init__(self, place: BenchPlace, config: AccuracyConfig) -> None:
         self._place = place
         self._config = config
         device = place.device(config.device)

@@ -15,15 +15,15 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, Helper, LocalWorkers, Parent, WorkerSettings, one_line
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
 from shoal.group.operations import ClockSleeper
 from shoal.report.storage import write_atomically
-from shoal.simulate.contest import Errand, course_of
+from shoal.simulate.contest import Trial, course_of
 from shoal.simulate.exact import Trainer, charged, serve
-from shoal.simulate.job import CourseRecord, Job, WorkerLog
+from shoal.simulate.job import CourseRecord, TrainingJob, WorkerLog
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Profile
@@ -51,32 +51,32 @@ class RealContest:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def run(self, job: Job, world: World) -> CourseRecord:
+    def run(self, job: TrainingJob, world: World) -> CourseRecord:
         """As `simulate.contest.run_job`, in real seconds; a job whose workers fail is a record with an error.
 
         UsageError for what real workers cannot be given.
         """
         self._check(job, world)
         self._num_jobs += 1
-        errand = RealErrand(number=self._num_jobs, job=job, world=world)
+        trial = RealTrial(number=self._num_jobs, job=job, world=world)
         try:
-            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(errand)]
+            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(trial)]
         except BenchmarkError as error:
             return CourseRecord(job=job, moments=[], error=one_line(error))
         folder = str(Path(told[0].file).parent)
-        served = _served(errand.file_of_server(folder, 0)) if world.num_servers else {}
+        served = _served(trial.file_of_server(folder, 0)) if world.num_servers else {}
         return course_of(make_task(job), [_log(each) for each in told], served)
 
-    def _order(self, errand: RealErrand) -> list[dict[str, Any]]:
-        plain = errand.plain()
+    def _order(self, trial: RealTrial) -> list[dict[str, Any]]:
+        plain = trial.plain()
         if not self._crew.is_running:
-            self._crew.ask("ready", errand=plain)
-        for server in range(errand.world.num_servers):
-            role = {"errand": plain, "server": server}
+            self._crew.ask("ready", trial=plain)
+        for server in range(trial.world.num_servers):
+            role = {"trial": plain, "server": server}
             self._crew.start_helper(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
-        return self._crew.ask("train", errand=plain)
+        return self._crew.ask("train", trial=plain)
 
-    def _check(self, job: Job, world: World) -> None:
+    def _check(self, job: TrainingJob, world: World) -> None:
         if not job.num_workers == world.num_workers == self._num_workers:
             raise UsageError(
                 f"{self._num_workers} processes cannot be a job of {job.num_workers} workers in a world of "
@@ -117,7 +117,7 @@ def _log(told: StoredLog) -> WorkerLog:
 # --- a worker ---
 
 
-class RealErrand(Errand, frozen=True, kw_only=True):
+class RealTrial(Trial, frozen=True, kw_only=True):
     """One job of the workers; `number` tells it from all others."""
 
     number: int
@@ -132,8 +132,8 @@ class RealErrand(Errand, frozen=True, kw_only=True):
         return Path(folder) / f"{self.group_name}-server-{server}.json"
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> RealErrand:
-        """The errand of which `plain` gave these values."""
+    def read(cls, values: dict[str, Any]) -> RealTrial:
+        """The trial of which `plain` gave these values."""
         return msgspec.convert(values, cls, str_keys=True)
 
 
@@ -144,7 +144,7 @@ class StoredLog(msgspec.Struct, frozen=True):
     file: str
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
     """Train what is ordered."""
     place.set_up_process()
     return RealWorker(place)
@@ -153,18 +153,18 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 class RealWorker:
     """One worker of a contest; its methods are the orders."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: BenchPlace) -> None:
         self._place = place
 
-    def ready(self, errand: dict[str, Any]) -> None:
+    def ready(self, trial: dict[str, Any]) -> None:
         """Do what takes longer when a process does it for the first time."""
-        task = make_task(RealErrand.read(errand).job)
+        task = make_task(RealTrial.read(trial).job)
         model, (inputs, labels) = task.model(), next(task.batches(self._place.rank))
         task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
 
-    def train(self, errand: dict[str, Any]) -> dict[str, Any]:
+    def train(self, trial: dict[str, Any]) -> dict[str, Any]:
         """Do one job, from the opening of its group to its end."""
-        place, given = self._place, RealErrand.read(errand)
+        place, given = self._place, RealTrial.read(trial)
         name, world = given.group_name, given.world
         if world.num_servers:
             opened = place.open_with_servers(name, world.num_servers)
@@ -180,13 +180,13 @@ class RealWorker:
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
-    place = msgspec.convert(arguments["place"], Place)
+    place = msgspec.convert(arguments["place"], BenchPlace)
     place.set_up_process()
-    errand = RealErrand.read(arguments["arguments"]["errand"])
+    trial = RealTrial.read(arguments["arguments"]["trial"])
     server = int(arguments["arguments"]["server"])
-    with place.open_with_servers(errand.group_name, errand.world.num_servers, server) as group:
-        staleness = serve(make_task(errand.job), shaped(group, errand.world))
-        write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
+    with place.open_with_servers(trial.group_name, trial.world.num_servers, server) as group:
+        staleness = serve(make_task(trial.job), shaped(group, trial.world))
+        write_atomically(trial.file_of_server(place.folder, server), msgspec.json.encode(staleness))
 
 
 def shaped(group: Group, world: World) -> Shaped:

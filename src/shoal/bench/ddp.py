@@ -39,7 +39,7 @@ from shoal.bench.contenders import (
 from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
-from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
 from shoal.doctor.machine import describe_machine
@@ -435,7 +435,7 @@ def numbered(names: Sequence[Any]) -> list[int]:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> DdpWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> DdpWorker:
     """Measure what is ordered."""
     place.set_up_process()
     return DdpWorker(place, msgspec.convert(arguments, DdpConfig))
@@ -444,7 +444,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 class DdpWorker:
     """What one worker does; its methods are the orders."""
 
-    def __init__(self, place: Place, config: DdpConfig) -> None:
+    def __init__(self, place: BenchPlace, config: DdpConfig) -> None:
         self._place = place
         self._config = config
 
@@ -531,7 +531,8 @@ class DdpWorker:
         if config.is_ddp:
             from torch import distributed
 
-            from shoal.strategies.ddp import open_process_group, wrap
+            from shoal.group.torch_world import open_process_group
+            from shoal.strategies.ddp import wrap
             from shoal.strategies.options import DDPOptions
 
             open_process_group(group, trainee.device, stack)

@@ -43,7 +43,7 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -565,7 +565,7 @@ def _row(measured: Measured) -> Row:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> ScalingWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> ScalingWorker:
     """Train what is ordered."""
     place.set_up_process()
     return ScalingWorker(place, msgspec.convert(arguments, ScalingConfig), stack)
@@ -584,7 +584,7 @@ class OpenedModel:
 class ScalingWorker:
     """The trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: Place, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
         self._place = place
         self._config = config
         self._stack = stack

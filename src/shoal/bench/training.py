@@ -42,11 +42,11 @@ from shoal.bench.contenders import (
 from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
+    BenchPlace,
     Helper,
     LocalWorkers,
     OpenWorkers,
     Parent,
-    Place,
     Workers,
     WorkerSettings,
     one_line,
@@ -528,7 +528,7 @@ def total_speed(blocks: Blocks, batch_size: int) -> float:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> TrainingWorker:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> TrainingWorker:
     """Train what is ordered."""
     place.set_up_process()
     return TrainingWorker(place, msgspec.convert(arguments, TrainingConfig), stack)
@@ -536,7 +536,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one strategy until the workers are done."""
-    place = msgspec.convert(arguments["place"], Place)
+    place = msgspec.convert(arguments["place"], BenchPlace)
     place.set_up_process()
     role = arguments["arguments"]
     config, strategy = msgspec.convert(role["config"], TrainingConfig), role["strategy"]
@@ -564,7 +564,7 @@ def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Train
 class TrainingWorker:
     """All trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: Place, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
         self._place = place
         self._config = config
         self._stack = stack

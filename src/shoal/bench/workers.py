@@ -6,9 +6,9 @@ until its parent has had enough calls `parent.wait_for_end()`, or takes orders w
 there are no more.
 
 `LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `Place`, its arguments and a stack for what it opens; it returns an object whose
-methods are the orders that it takes. `ranks` has the same for processes that a launcher has started, here or
-on other hosts.
+function, called with its `BenchPlace`, its arguments and a stack for what it opens; it returns an object
+whose methods are the orders that it takes. `ranks` has the same for processes that a launcher has started,
+here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -283,7 +283,7 @@ def describe_exit(code: int) -> str:
 # --- a worker's place ---
 
 
-class Place(msgspec.Struct, frozen=True):
+class BenchPlace(msgspec.Struct, frozen=True):
     """Where a worker is among all: what it computes on, and the groups that it opens with the others."""
 
     rank: int
@@ -390,8 +390,8 @@ class Place(msgspec.Struct, frozen=True):
         """
         from torch import distributed
 
-        from shoal.group.cluster.collectives import destroy_world
         from shoal.group.cluster.rendezvous import Rendezvous
+        from shoal.group.torch_world import destroy_world
 
         ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
         if self.machines:
@@ -459,7 +459,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called with a Place, `arguments` and an ExitStack; returns what takes the orders."""
+    """`module:name`, called with a `BenchPlace`, `arguments` and an ExitStack; returns what takes orders."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0
@@ -644,7 +644,7 @@ def run_worker(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of a worker does; all is closed in the end, so that the interpreter need not be."""
     end_with_parent()
     with contextlib.ExitStack() as stack:
-        place = msgspec.convert(arguments["place"], Place)
+        place = msgspec.convert(arguments["place"], BenchPlace)
         serve(parent, open_worker(arguments["function"], place, arguments["arguments"], stack))
     parent.leave()
 
@@ -669,7 +669,9 @@ def serve(parent: Parent, worker: object) -> None:
         parent.tell(answer=answer)
 
 
-def open_worker(function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+def open_worker(
+    function: str, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack
+) -> Any:
     """Make this process the worker that `function` says."""
     return _function(function)(place, arguments, stack)
 

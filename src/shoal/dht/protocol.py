@@ -284,17 +284,17 @@ class DHTProtocol:
         key, kind = want.key, want.kind
         slots: list[Slot] = []
         coordinates = b""
-        if kind == wire.Kind.COORDINATES:
+        if kind == wire.LookupKind.COORDINATES:
             coordinates = self.records.coordinates(key, wall_s)
-        elif kind != wire.Kind.PEERS:
+        elif kind != wire.LookupKind.PEERS:
             slots = self.records.get(key, wall_s)
-            if slots and kind == wire.Kind.VALUE:
+            if slots and kind == wire.LookupKind.VALUE:
                 return wire.Finding(wire.State.HERE, b"", slots), sum(map(wire.size_of, slots))
         near = _indexes(self._near(key, want.reach, asker), contacts)
         if slots or coordinates:
             size_bytes = len(coordinates) + sum(map(wire.size_of, slots))
             return wire.Finding(wire.State.HERE, near, slots, coordinates), size_bytes
-        is_absent = kind != wire.Kind.PEERS and self.records.cache.is_absent(key, wall_s)
+        is_absent = kind != wire.LookupKind.PEERS and self.records.cache.is_absent(key, wall_s)
         return wire.Finding(wire.State.ABSENT if is_absent else wire.State.NOTHING, near), 0
 
     def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:

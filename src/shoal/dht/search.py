@@ -25,7 +25,7 @@ from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, Scope, Shoal
 from shoal.dht import wire
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Slot, merge
-from shoal.dht.wire import Contact, Kind
+from shoal.dht.wire import Contact, LookupKind
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -81,7 +81,7 @@ async def find_records(
     """
     wall_s = protocol.wall_s()
     found = {key: protocol.records.get(key, wall_s, is_use=True) for key in keys}
-    kind = Kind.LATEST if latest else Kind.VALUE
+    kind = LookupKind.LATEST if latest else LookupKind.VALUE
     beam = protocol.settings.beam
     lookups = {key: Lookup(key, kind, beam) for key, slots in found.items() if latest or not slots}
     await look_up(protocol, list(lookups.values()), deadline)
@@ -110,7 +110,7 @@ class AskState(enum.IntEnum):
 class Lookup:
     """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    def __init__(self, key: bytes, kind: Kind, num_nearest: int) -> None:
+    def __init__(self, key: bytes, kind: LookupKind, num_nearest: int) -> None:
         self.key = key
         self.kind = kind
         self.num_nearest = num_nearest
@@ -274,7 +274,7 @@ class Lookup:
         depth = self._depths.get(contact.packed, 0)
         for other in near:
             self.add(other, depth + 1)
-        if finding.state == wire.State.ABSENT and self.kind == Kind.COORDINATES:
+        if finding.state == wire.State.ABSENT and self.kind == LookupKind.COORDINATES:
             self._absent[contact.packed] = None
             if all(other.packed in self._absent for _, other in self.near[:_ALL_ABSENT]):
                 self.has_marker = True
@@ -283,7 +283,7 @@ class Lookup:
             if not self.is_alone:
                 self.is_alone = True
                 del self._progress[contact.packed]
-        elif finding.state == wire.State.HERE and self.kind == Kind.COORDINATES:
+        elif finding.state == wire.State.HERE and self.kind == LookupKind.COORDINATES:
             try:
                 self.coordinates = wire.unpack_coordinates(finding.coordinates)
             except ValueError:
@@ -296,7 +296,7 @@ class Lookup:
     def on_value(self, contact: Contact, slots: list[Slot]) -> None:
         """It holds these, and they have been checked."""
         self.replicas.append((contact, slots))
-        if self.kind == Kind.VALUE:
+        if self.kind == LookupKind.VALUE:
             self._finish(self._depths.get(contact.packed, 0))
 
     def passed_by(self) -> list[Contact]:
@@ -490,7 +490,7 @@ class Search(Requests[Lookup, wire.Found]):
         pairs = zip(request.parts, answer.findings, strict=True)
         for lookup, finding in [pair for pair in pairs if not pair[0].is_done]:
             lookup.on_answered(contact, finding, wire.named(contacts, finding.near))
-            if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
+            if finding.slots and not lookup.is_done and lookup.kind in (LookupKind.VALUE, LookupKind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
                     lookup.on_value(contact, believed)

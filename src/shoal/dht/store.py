@@ -70,11 +70,11 @@ async def store_slots(
         verdicts.append([Verdict.TOO_LARGE] if is_too_large else [])
         if not is_too_large:
             by_key.setdefault(key, []).append(index)
-    lookups = [Lookup(key, wire.Kind.PEERS, _CONFIRMED) for key in by_key]
+    lookups = [Lookup(key, wire.LookupKind.PEERS, _CONFIRMED) for key in by_key]
     await look_up(protocol, lookups, deadline)
     doubtful = [index for index, lookup in enumerate(lookups) if lookup.has_silent]
     for index in doubtful:
-        lookups[index] = Lookup(lookups[index].key, wire.Kind.PEERS, settings.beam)
+        lookups[index] = Lookup(lookups[index].key, wire.LookupKind.PEERS, settings.beam)
     await look_up(protocol, [lookups[index] for index in doubtful], deadline)
     pending = []
     for lookup, indexes in zip(lookups, by_key.values(), strict=True):

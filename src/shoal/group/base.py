@@ -83,7 +83,7 @@ class Snapshot(abc.ABC):
         """
 
 
-class Slot(abc.ABC):
+class WindowSlot(abc.ABC):
     """The memory that one source writes at this worker; held inside `with window.slot(...)`."""
 
     source: int
@@ -163,7 +163,7 @@ class Window(abc.ABC):
         """Begins a write of any kind."""
 
     @abc.abstractmethod
-    def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
+    def slot(self, source: int) -> contextlib.AbstractContextManager[WindowSlot]:
         """Holds one source's slot at this worker: a writer waits until the block ends."""
 
     @abc.abstractmethod
@@ -286,10 +286,11 @@ class GroupStats(msgspec.Struct, frozen=True):
     """Seconds that this worker has waited for each rank, the last to arrive each time."""
 
 
-def passed_on(to: str, name: str) -> Any:
-    """Makes a property that is read, and written, at the part `to` of an object."""
-    read, path = attrgetter(f"{to}.{name}"), attrgetter(to)
-    return property(read, lambda self, value: setattr(path(self), name, value), doc=f"Is `{name}` of `{to}`.")
+def passed_on(to: str, name: str, *, is_settable: bool = False) -> Any:
+    """Makes a property that is read, and perhaps written, at the part `to` of an object."""
+    part = attrgetter(to)
+    write = (lambda self, value: setattr(part(self), name, value)) if is_settable else None
+    return property(attrgetter(f"{to}.{name}"), write, doc=f"Is `{name}` of `{to}`.")
 
 
 class Group(abc.ABC):
