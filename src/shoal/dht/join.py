@@ -90,10 +90,10 @@ class Joining:
         self.known.remember(contact.peer for contact in self._protocol.table.contacts())
         self.known.save()
 
-    async def _meet(self, peers: Sequence[Peer], met: Meeting | None = None) -> Meeting:
+    async def _meet(self, peers: Sequence[Peer], met: JoinAttempt | None = None) -> JoinAttempt:
         """Ping peers, then look for this peer's own id, which makes its neighbours known both ways."""
         protocol = self._protocol
-        met = met or Meeting(protocol)
+        met = met or JoinAttempt(protocol)
         await met.ask(peers)
         self.seen_as = met.seen_as or self.seen_as
         if met.contacts:
@@ -139,14 +139,14 @@ class Joining:
                     if other is not None:
                         protocol.table.on_heard_of(other)
 
-    def _warn_of_clocks(self, met: Meeting) -> None:
+    def _warn_of_clocks(self, met: JoinAttempt) -> None:
         if met.wrong_clock is not None and not self._has_warned_of_clocks:
             self._has_warned_of_clocks = True
             is_strict = self._protocol.settings.is_strict
             follows = "That peer is left out" if is_strict else "Records may be lost"
             log.warning("%s %s: %s", met.wrong_clock.what, follows, met.wrong_clock.cause)
 
-    def _complain(self, met: Meeting) -> None:
+    def _complain(self, met: JoinAttempt) -> None:
         """Say why there is nobody to join by, unless this peer is the first of a swarm."""
         if met.is_first:
             log.info("Nobody but this peer answers at the addresses to join: a swarm begins here.")
@@ -192,7 +192,7 @@ async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
         ) from error
 
 
-class Meeting:
+class JoinAttempt:
     """Pings peers to join by, and knows what came of it."""
 
     def __init__(self, protocol: DHTProtocol) -> None:
