@@ -413,10 +413,13 @@ class Requests(abc.ABC, Generic[T, U]):
             answer = await self.call(request)
         except ShoalError:
             self._sent_at_s.pop(request, None)
+            request.parts += self._slow.pop(request.contact, ())  # these would have been sent there too
             self.on_failed(request)
         else:
             self._sent_at_s.pop(request, None)
             self.on_answer(request, answer)
+            if held_back := self._slow.pop(request.contact, ()):
+                self._waiting.setdefault(request.contact, []).extend(held_back)
         self._dispatch()
 
     def _slow_s(self) -> float:
@@ -498,13 +501,10 @@ class Search(Requests[Lookup, wire.Found]):
                 self.end_one()
             else:
                 self.advance(lookup)
-        if contact in self._slow:
-            self._waiting.setdefault(contact, []).extend(self._slow.pop(contact))
 
     def on_failed(self, request: SentRequest[Lookup]) -> None:
-        """Leave the peer out, also for the keys that would have asked it."""
-        also = self._slow.pop(request.contact, ())
-        self._go_on((*request.parts, *also), Lookup.on_failed, request.contact)
+        """Leave the peer out."""
+        self._go_on(request.parts, Lookup.on_failed, request.contact)
 
     def on_slow(self, request: SentRequest[Lookup]) -> None:
         """Ask others beside a peer that is slow."""

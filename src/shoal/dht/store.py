@@ -234,7 +234,6 @@ class Storing(Requests[PendingStore, wire.StoreAnswer]):
             for contact in wire.named(nearer, answer.near[index]) if index < len(answer.near) else ():
                 part.add(contact)
             self._end(part, request)
-        self._slow.pop(request.contact, None)
 
     def on_failed(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots, unless that was begun when this one was slow."""
@@ -242,7 +241,6 @@ class Storing(Requests[PendingStore, wire.StoreAnswer]):
             if not request.is_slow:
                 part.on_gone(request.contact)
             self._end(part, request)
-        self._slow.pop(request.contact, None)
 
     def on_slow(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots."""
