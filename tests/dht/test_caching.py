@@ -14,8 +14,8 @@ from shoal.dht.records import (
     encode_subkey,
     encode_value,
     key_of,
-    owner_id,
     reserved,
+    signer_of,
 )
 from shoal.dht.store import signed_slots
 from shoal.dht.wire import MAX_WANTS, Store
@@ -41,7 +41,7 @@ def test_those_that_are_to_be_owned_are_signed():
     check = Validator().check
     for entry, (key, slot) in zip(entries, signed_slots(entries, ALICE), strict=True):
         assert check(key, slot) is None
-        assert owner_id(slot) == (ALICE.peer_id if entry.is_owned else None)
+        assert signer_of(slot) == (ALICE.peer_id if entry.is_owned else None)
 
 
 @pytest.mark.parametrize(

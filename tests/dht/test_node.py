@@ -11,7 +11,7 @@ from dht.worlds import client_of, identity_of, in_world, keep_at, opened
 from shoal.core import Deadline, DeadlineExceeded, Key, PeerBusy, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret
 from shoal.dht.node import DHT
-from shoal.dht.records import Entry, Schema, Stored, Value, Verdict, key_of, owner_id, reserved, reserved_key
+from shoal.dht.records import Entry, Schema, Stored, Value, Verdict, key_of, reserved, reserved_key, signer_of
 from shoal.dht.settings import DHTSettings
 from shoal.dht.wire import number_of
 from shoal.transport import Endpoint, Membership, Profile, SwarmSecret
@@ -138,7 +138,7 @@ def test_one_wrong_signature_in_a_dictionary_hides_nothing_else(latest):
         key = key_of("all").digest
         for host in swarm.holders("all"):
             for slot in swarm.peers[host].storage.get(key, until_s - 60):
-                if owner_id(slot) == peers[1].peer_id:
+                if signer_of(slot) == peers[1].peer_id:
                     forged = msgspec.structs.replace(slot, expires_at_s=until_s + 10)
                     assert swarm.peers[host].storage.store(key, forged, until_s - 60) is Verdict.STORED
         async with client_of(swarm) as client:

@@ -19,12 +19,12 @@ from shoal.dht.records import (
     decode_subkey,
     encode_subkey,
     encode_value,
-    holder_of,
     key_of,
-    owner_id,
+    owner_of_subkey,
     reserved,
     reserved_key,
     sign_many,
+    signer_of,
 )
 
 ALICE, MALLORY = Identity.from_seed(b"a" * 32), Identity.from_seed(b"m" * 32)
@@ -47,7 +47,7 @@ def test_what_its_owner_has_signed_is_good(subkey):
     slot = own_slot(subkey=subkey)
     assert (slot.subkey, slot.value, slot.expires_at_s) == (subkey, VALUE, UNTIL_S)
     assert check(KEY, slot) is None
-    assert owner_id(slot) == ALICE.peer_id
+    assert signer_of(slot) == ALICE.peer_id
     over_the_wire = msgspec.msgpack.decode(msgspec.msgpack.encode(slot), type=Slot)
     assert check(KEY, over_the_wire) is None
 
@@ -56,7 +56,7 @@ def test_what_its_owner_has_signed_is_good(subkey):
 def test_what_nobody_owns_needs_no_signature(subkey):
     slot = Slot(subkey, VALUE, UNTIL_S)
     assert check(KEY, slot) is None
-    assert owner_id(slot) is None
+    assert signer_of(slot) is None
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -104,7 +104,7 @@ def test_what_a_peer_signs_for_something_else_is_no_record():
 def test_a_reserved_subkey_tells_its_peer_and_survives_encoding(label):
     subkey = reserved(ALICE.peer_id, label)
     assert decode_subkey(encode_subkey(subkey)) == subkey
-    assert holder_of(decode_subkey(encode_subkey(subkey))) == ALICE.peer_id
+    assert owner_of_subkey(decode_subkey(encode_subkey(subkey))) == ALICE.peer_id
     assert check(KEY, own_slot(subkey=encode_subkey(subkey))) is None
 
 
@@ -126,7 +126,7 @@ def test_nobody_else_writes_there():
     ids=repr,
 )
 def test_what_only_looks_reserved_is_nobodys(subkey):
-    assert holder_of(subkey) is None
+    assert owner_of_subkey(subkey) is None
     assert check(KEY, own_slot(subkey=encode_subkey(subkey))) is Verdict.NOT_OWNER
 
 
@@ -134,7 +134,7 @@ def test_what_only_looks_reserved_is_nobodys(subkey):
     "subkey", [3, "shoal.owner", b"shoal.owner", (1, ("shoal.owner",)), ("shoal.owners", bytes(20), None), ()]
 )
 def test_other_subkeys_are_anybodys(subkey):
-    assert holder_of(subkey) is None
+    assert owner_of_subkey(subkey) is None
     assert check(KEY, Slot(encode_subkey(subkey), VALUE, UNTIL_S)) is None
 
 
@@ -154,7 +154,7 @@ def test_flipped_bits_never_let_mallory_write_for_alice():
         for _ in range(chance.randint(1, 3)):
             subkey[chance.randrange(len(subkey))] = chance.randrange(256)
         if check(KEY, Slot(bytes(subkey), VALUE, UNTIL_S)) is None:
-            assert holder_of(decode_subkey(bytes(subkey))) is None
+            assert owner_of_subkey(decode_subkey(bytes(subkey))) is None
 
 
 # --- reserved keys ---
@@ -234,7 +234,7 @@ def test_a_slot_for_somebody_elses_place_costs_no_verification(verified):
 
 
 def test_an_owner_is_who_the_transport_proves():
-    assert owner_id(own_slot()) == PeerId.of_public_key(ALICE.public_key.public_bytes_raw())
+    assert signer_of(own_slot()) == PeerId.of_public_key(ALICE.public_key.public_bytes_raw())
 
 
 # --- many at once ---
@@ -260,7 +260,7 @@ def test_each_of_many_is_good_by_itself(num_slots):
             UNTIL_S + index,
         )
         assert check(key, slot) is None
-        assert owner_id(slot) == ALICE.peer_id
+        assert signer_of(slot) == ALICE.peer_id
 
 
 def test_up_to_64_share_a_signature():

@@ -48,7 +48,6 @@ class Waits(Requests):
 
     def on_answer(self, request, answer):
         self.ended.append((request.parts[0], request.is_slow))
-        self._slow.pop(request.contact, None)
         self.end_one()
 
     on_failed = lambda self, request: self.on_answer(request, None)  # noqa: E731

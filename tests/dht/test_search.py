@@ -113,7 +113,7 @@ class Peers:
             loop = asyncio.get_running_loop()
             for lookup in lookups:
                 begin = by_distance(self.contacts if seeds is None else seeds, lookup.number)
-                lookup.begin(begin[: max(8, lookup.width + 5)])
+                lookup.begin(begin[: max(8, lookup.num_nearest + 5)])
             await Search(self, parallel).run(lookups, Deadline.after(timeout_s))
             return loop.time()
 

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from shoal.core import Address
+from shoal.core.ids import is_loopback
 from shoal.doctor.advice import ROWS, check_dial_back, check_interface, check_out, explain, summarize
 from shoal.doctor.joining import CallResult, CloserLook, JoinFacts, ShownCertificate, any_host, date, duration
 from shoal.transport.introductions import Attempt, Introduction
 from shoal.transport.network.sockets import is_wildcard
-from shoal.transport.trust.membership import is_loopback
 
 TARGET = Address("198.51.100.7", 31337)
 ABOUT = Introduction("0.1.0", 1, "ab" * 20, 0.0, "203.0.113.9:4000")

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core import Address, UsageError
 from shoal.experts.server.hosting import ExpertStatus, HostStatus, MetricsServer, metrics_text
-from shoal.transport import pages
+from shoal.report import pages
 
 ANYWHERE = Address("127.0.0.1", 0)
 

@@ -130,8 +130,8 @@ def dht(
 
 
 def _introduce(peer: DHT, *, is_new: bool) -> None:
+    from shoal.core.ids import is_loopback
     from shoal.transport.network.sockets import is_wildcard
-    from shoal.transport.trust.membership import is_loopback
 
     address, num_known = peer.endpoint.addresses[0], len(peer.table)
     has_secret = peer.endpoint.membership is not None

@@ -65,7 +65,7 @@ def where_to_listen(starts: list[Address], *, is_open: bool) -> Address:
 
 def check_ways(listens: Address, starts: list[Address]) -> None:
     """UsageError for a peer that joins others where they could never call it."""
-    from shoal.transport.trust.membership import is_loopback
+    from shoal.core.ids import is_loopback
 
     elsewhere = [start for start in starts if _is_elsewhere(start.host)]
     if elsewhere and is_loopback(listens.host):

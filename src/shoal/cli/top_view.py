@@ -18,7 +18,7 @@ from shoal.report.tables import Line, Table
 
 if TYPE_CHECKING:
     from shoal.dht.crawl import Crawl, Visited
-    from shoal.transport.pages import PageServer, Site
+    from shoal.report.pages import PageServer, Site
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class LivePages:
 
     def site(self) -> Site:
         """The pages that are served, each made when it is asked for."""
-        from shoal.transport.pages import Page, Site
+        from shoal.report.pages import Page, Site
 
         pages = {
             "/": Page(_page, "text/html; charset=utf-8"),
@@ -293,7 +293,7 @@ Tell = Callable[[Address], None]
 
 
 def _opened(loop: LoopThread, site: Site, listen: Address | None) -> PageServer:
-    from shoal.transport.pages import PageServer
+    from shoal.report.pages import PageServer
 
     wanted = [listen] if listen is not None else [DEFAULT, Address(DEFAULT.host, 0)]
     for address in wanted[:-1]:

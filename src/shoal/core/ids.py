@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from typing import Self
@@ -153,3 +154,13 @@ class Peer:
 
 def _describe(value: object) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
+
+
+@functools.lru_cache(maxsize=4096)
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's own for itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

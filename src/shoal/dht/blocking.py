@@ -5,19 +5,34 @@ Everything happens in `DHT`; this file only crosses to its loop and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from shoal.core import Address, BlockingBridge, Deadline, LoopThread, Peer, PeerId, UsageError
+from shoal.core import Address, BlockingBridge, LoopThread, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
 from shoal.dht.node import DHT
-from shoal.dht.protocol import Answered
-from shoal.dht.records import Entry, Schema, Stored, Value
+from shoal.dht.records import Schema
 from shoal.dht.settings import DHTSettings
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _waiting(
+    method: Callable[Concatenate[DHT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Swarm, P], T]:
+    """A method of `DHT` as one of `Swarm`: it runs on the DHT's loop, and its result is waited for."""
+
+    @functools.wraps(method)
+    def wait(swarm: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return swarm.run(method(swarm.dht, *args, **kwargs))
+
+    return wait
 
 
 class Swarm(BlockingBridge):
@@ -64,50 +79,15 @@ class Swarm(BlockingBridge):
         """The wall time so long from now, as expirations are given."""
         return self.dht.in_s(seconds)
 
-    def store(
-        self,
-        name: Any,
-        value: Any,
-        expires_at_s: float,
-        *,
-        subkey: Any = None,
-        is_owned: bool = False,
-        deadline: Deadline | None = None,
-    ) -> Stored:
-        """Store a value until then: `swarm.store("name", 3, swarm.in_s(60))`."""
-        return self.run(
-            self.dht.store(name, value, expires_at_s, subkey=subkey, is_owned=is_owned, deadline=deadline)
-        )
-
-    def store_many(self, entries: Sequence[Entry], *, deadline: Deadline | None = None) -> list[Stored]:
-        """Store many at once; what became of each, in their order."""
-        return self.run(self.dht.store_many(entries, deadline=deadline))
-
-    def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
-        """The value under a name and when it expires; None when there is none.
-
-        DeadlineExceeded when it was not looked for everywhere in time.
-        """
-        return self.run(self.dht.get(name, latest=latest, deadline=deadline))
-
-    def get_many(
-        self,
-        names: Sequence[Any],
-        *,
-        latest: bool = False,
-        deadline: Deadline | None = None,
-        must_end: bool = False,
-    ) -> list[Value | None]:
-        """Look for many at once; in their order. None also stands for what was not found in time."""
-        return self.run(self.dht.get_many(names, latest=latest, deadline=deadline, must_end=must_end))
+    store = _waiting(DHT.store)
+    store_many = _waiting(DHT.store_many)
+    get = _waiting(DHT.get)
+    get_many = _waiting(DHT.get_many)
+    ping = _waiting(DHT.ping)
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
         self.run(_add_schema(self.dht, schema))
-
-    def ping(self, peer: Peer | Address | str, *, deadline: Deadline | None = None) -> Answered:
-        """Who answers there, how quickly, and how far its clock is ahead."""
-        return self.run(self.dht.ping(peer, deadline=deadline))
 
     def find_peer(self, peer_id: PeerId) -> Peer | None:
         """Where a peer is, or None when nobody knows."""

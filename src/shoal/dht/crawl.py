@@ -10,16 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shoal.core import (
-    Address,
-    Deadline,
-    Peer,
-    PeerId,
-    PeerRefused,
-    ShoalError,
-    UsageError,
-    fanout,
-)
+from shoal.core import Address, Deadline, Peer, PeerId, PeerRefused, ShoalError, UsageError, fanout
 from shoal.core.ids import ID_BYTES
 from shoal.dht.join import first_ping, unreachable
 from shoal.dht.node import DHT
@@ -59,11 +50,7 @@ class Crawl(msgspec.Struct, frozen=True):
 
 
 async def crawl(
-    dht: DHT,
-    starts: Sequence[Address],
-    *,
-    limit: int = 1000,
-    tell: Callable[[str], None] | None = None,
+    dht: DHT, starts: Sequence[Address], *, limit: int = 1000, tell: Callable[[str], None] | None = None
 ) -> Crawl:
     """Look for everybody who can be found from these addresses, and ask at most `limit` of them.
 

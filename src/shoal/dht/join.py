@@ -30,7 +30,7 @@ from shoal.core import (
     UsageError,
     fanout,
 )
-from shoal.core.ids import ID_BYTES
+from shoal.core.ids import ID_BYTES, is_loopback
 from shoal.core.untrusted import decode_json
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.search import Lookup, look_up
@@ -38,7 +38,6 @@ from shoal.dht.wire import ID_BITS, Contact, Found, LookupKind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
-from shoal.transport.trust.membership import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +90,11 @@ class Joining:
         self.known.remember(contact.peer for contact in self._protocol.table.contacts())
         self.known.save()
 
-    async def _meet(self, peers: Sequence[Peer], met: Met | None = None) -> Met:
+    async def _meet(self, peers: Sequence[Peer], met: JoinAttempt | None = None) -> JoinAttempt:
         """Ping peers, then look for this peer's own id, which makes its neighbours known both ways."""
         protocol = self._protocol
-        met = met or Met()
-        await meet(protocol, peers, met)
+        met = met or JoinAttempt(protocol)
+        await met.ask(peers)
         self.seen_as = met.seen_as or self.seen_as
         if met.contacts:
             await self.reachability.check(met.contacts)
@@ -103,7 +102,7 @@ class Joining:
             await look_up(protocol, [lookup], protocol.call_deadline(4), seeds=met.contacts)
             await self._fill_gaps(protocol.call_deadline(4))
             await self._hear_of_others(protocol.call_deadline())
-            if self.reachability.has_one_word:
+            if self.reachability.rests_on_one_report:
                 others = [one for one in protocol.table.contacts() if one not in met.contacts]
                 await self.reachability.check(others)
         return met
@@ -140,14 +139,14 @@ class Joining:
                     if other is not None:
                         protocol.table.on_heard_of(other)
 
-    def _warn_of_clocks(self, met: Met) -> None:
-        if met.untimely is not None and not self._has_warned_of_clocks:
+    def _warn_of_clocks(self, met: JoinAttempt) -> None:
+        if met.wrong_clock is not None and not self._has_warned_of_clocks:
             self._has_warned_of_clocks = True
             is_strict = self._protocol.settings.is_strict
             follows = "That peer is left out" if is_strict else "Records may be lost"
-            log.warning("%s %s: %s", met.untimely.what, follows, met.untimely.cause)
+            log.warning("%s %s: %s", met.wrong_clock.what, follows, met.wrong_clock.cause)
 
-    def _complain(self, met: Met) -> None:
+    def _complain(self, met: JoinAttempt) -> None:
         """Say why there is nobody to join by, unless this peer is the first of a swarm."""
         if met.is_first:
             log.info("Nobody but this peer answers at the addresses to join: a swarm begins here.")
@@ -159,8 +158,8 @@ class Joining:
             (refusal.cause or refusal.what) if refusal is not None else "",
             self.addresses[0],
         )
-        if met.untimely is not None:
-            error = met.untimely
+        if met.wrong_clock is not None:
+            error = met.wrong_clock
         elif isinstance(refusal, PeerRefused):
             error = refusal
         if self._protocol.settings.is_strict:
@@ -178,32 +177,6 @@ def unreachable(protocol: DHTProtocol, what: str, cause: str, address: Address) 
 # --- who answers at addresses that this peer was given, and why the others are none to join by ---
 
 
-class Met(msgspec.Struct):
-    """What came of asking at some addresses."""
-
-    contacts: list[Contact] = []
-    """Peers to join by, each once."""
-    refusals: list[ShoalError] = []
-    """Why the other addresses are none to join by."""
-    untimely: UsageError | None = None
-    """The first whose clock differs too much."""
-    is_here: bool = False
-    """Whether this peer itself is at one of them."""
-    hosts: dict[str, int] = {}
-    """Where its packets come from, and how many of the contacts say so."""
-
-    @property
-    def seen_as(self) -> str:
-        """The host that most of them see this peer at, of several the first named."""
-        return max(self.hosts, key=lambda host: self.hosts[host], default="")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this peer is one of those asked, and the only one that is there."""
-        silences = (DeadlineExceeded, PeerUnreachable)
-        return self.is_here and not self.untimely and all(isinstance(one, silences) for one in self.refusals)
-
-
 async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
     """Ping a peer for the first time; PeerRefused tells of one that has no DHT."""
     try:
@@ -219,75 +192,99 @@ async def first_ping(protocol: DHTProtocol, peer: Peer) -> Answered:
         ) from error
 
 
-async def meet(protocol: DHTProtocol, peers: Sequence[Peer], met: Met) -> None:
-    """Ping peers, a few at once, until enough of them have answered."""
+class JoinAttempt:
+    """Pings peers to join by, and knows what came of it."""
 
-    def is_enough(outcomes: Sequence[Answered | Exception]) -> bool:
-        return sum(isinstance(one, Answered) and _is_welcome(protocol, one) for one in outcomes) >= _ENOUGH
+    def __init__(self, protocol: DHTProtocol) -> None:
+        self.contacts: list[Contact] = []
+        """Peers to join by, each once."""
+        self.refusals: list[ShoalError] = []
+        """Why the other addresses are none to join by."""
+        self.wrong_clock: UsageError | None = None
+        """Of the first whose clock differs too much."""
+        self._protocol = protocol
+        self._is_here = False
+        """Whether this peer itself is at one of them."""
+        self._hosts: dict[str, int] = {}
+        """Where its packets come from, and how many of the contacts say so."""
 
-    for start in range(0, len(peers), _AT_ONCE):
-        outcomes = await fanout(
-            [first_ping(protocol, peer) for peer in peers[start : start + _AT_ONCE]],
-            protocol.call_deadline(1.1),
-            is_enough=is_enough,
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, Answered):
-                _note(protocol, met, outcome)
-            elif isinstance(outcome, ShoalError):
-                met.refusals.append(outcome)
+    @property
+    def seen_as(self) -> str:
+        """The host that most of them see this peer at, of several the first named."""
+        return max(self._hosts, key=lambda host: self._hosts[host], default="")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this peer is one of those asked, and the only one that is there."""
+        silences = (DeadlineExceeded, PeerUnreachable)
+        has_others = self.wrong_clock or not all(isinstance(one, silences) for one in self.refusals)
+        return self._is_here and not has_others
+
+    async def ask(self, peers: Sequence[Peer]) -> None:
+        """Ping peers, a few at once, until enough of them have answered."""
+
+        def is_enough(outcomes: Sequence[Answered | Exception]) -> bool:
+            return sum(isinstance(one, Answered) and self._is_welcome(one) for one in outcomes) >= _ENOUGH
+
+        for start in range(0, len(peers), _AT_ONCE):
+            outcomes = await fanout(
+                [first_ping(self._protocol, peer) for peer in peers[start : start + _AT_ONCE]],
+                self._protocol.call_deadline(1.1),
+                is_enough=is_enough,
+            )
+            for outcome in outcomes:
+                if isinstance(outcome, Answered):
+                    self._note(outcome)
+                elif isinstance(outcome, ShoalError):
+                    self.refusals.append(outcome)
+                else:
+                    raise outcome
+            if len(self.contacts) >= _ENOUGH:
+                break
+
+    def _note(self, answered: Answered) -> None:
+        """Note who has answered, and what it says."""
+        peer, limit_s = answered.peer, self._protocol.settings.max_clock_gap_s
+        if peer.id == self._protocol.peer_id:
+            if self._is_itself(peer):
+                self._is_here = True
             else:
-                raise outcome
-        if len(met.contacts) >= _ENOUGH:
-            break
+                self.refusals.append(
+                    PeerRefused(
+                        f"{peer.address} has the identity of this peer.",
+                        peer=peer,
+                        cause="both use the same identity file, or copies of it.",
+                        next_step="give one of them another: --identity-file, or SHOAL_STATE for each.",
+                    )
+                )
+            return
+        if (gap_s := _clock_gap_s(answered)) > limit_s:
+            self.wrong_clock = self.wrong_clock or UsageError(
+                f"The clock of {peer} and this machine's are {gap_s:.1f} s apart.",
+                cause=f"records expire by the wall clock; peers must agree on it within {limit_s:g} s.",
+                next_step="set both clocks, for example with NTP.",
+            )
+        if self._is_welcome(answered) and all(one.id != peer.id for one in self.contacts):
+            self.contacts.append(self._protocol.book.of(peer))
+            with contextlib.suppress(UsageError):  # nonsense
+                host = Address.parse(answered.seen_as).host
+                self._hosts[host] = self._hosts.get(host, 0) + 1
 
+    def _is_welcome(self, answered: Answered) -> bool:
+        """Whether it is somebody else, with a clock that is right as far as that matters here."""
+        settings = self._protocol.settings
+        is_timely = _clock_gap_s(answered) <= settings.max_clock_gap_s or not settings.is_strict
+        return is_timely and answered.peer.id != self._protocol.peer_id
 
-def _note(protocol: DHTProtocol, met: Met, answered: Answered) -> None:
-    """Note who has answered, and what it says."""
-    peer, limit_s = answered.peer, protocol.settings.max_clock_gap_s
-    if _is_itself(protocol, peer):
-        met.is_here = True
-        return
-    if peer.id == protocol.peer_id:
-        same = PeerRefused(
-            f"{peer.address} has the identity of this peer.",
-            peer=peer,
-            cause="both use the same identity file, or copies of it.",
-            next_step="give one of them another: --identity-file, or SHOAL_STATE for each.",
-        )
-        met.refusals.append(same)
-        return
-    if _clock_gap_s(answered) > limit_s:
-        met.untimely = met.untimely or UsageError(
-            f"The clock of {peer} and this machine's are {_clock_gap_s(answered):.1f} s apart.",
-            cause=f"records expire by the wall clock; peers must agree on it within {limit_s:g} s.",
-            next_step="set both clocks, for example with NTP.",
-        )
-    if _is_welcome(protocol, answered) and all(one.id != peer.id for one in met.contacts):
-        met.contacts.append(protocol.book.of(peer))
-        with contextlib.suppress(UsageError):  # nonsense
-            host = Address.parse(answered.seen_as).host
-            met.hosts[host] = met.hosts.get(host, 0) + 1
-
-
-def _is_welcome(protocol: DHTProtocol, answered: Answered) -> bool:
-    """Whether it is somebody else, with a clock that is right as far as that matters here."""
-    settings = protocol.settings
-    is_timely = _clock_gap_s(answered) <= settings.max_clock_gap_s or not settings.is_strict
-    return is_timely and answered.peer.id != protocol.peer_id
+    def _is_itself(self, peer: Peer) -> bool:
+        """Whether it is this very peer, at whichever address: then both ends of the session are here."""
+        sessions = self._protocol.endpoint.datagrams.sessions
+        return any(session.their_id in sessions for session in sessions.values() if session.peer == peer)
 
 
 def _clock_gap_s(answered: Answered) -> float:
     """How far its clock and this machine's are apart at least."""
     return abs(answered.clock_gap_s) - answered.round_trip_s / 2
-
-
-def _is_itself(protocol: DHTProtocol, peer: Peer) -> bool:
-    """Whether it is this very peer, at whichever address: then both ends of the session are here."""
-    sessions = protocol.endpoint.datagrams.sessions
-    return peer.id == protocol.peer_id and any(
-        session.their_id in sessions for session in sessions.values() if session.peer == peer
-    )
 
 
 # --- whether others can call this peer: some are asked to try, from a port that it has never talked to ---
@@ -307,8 +304,8 @@ class Reachability:
     def __init__(self, protocol: DHTProtocol) -> None:
         self._protocol = protocol
         self._is_unreachable = False
-        self.has_one_word = False
-        """Whether a single peer's word has made this one a client, there being nobody else to ask then."""
+        self.rests_on_one_report = False
+        """Whether a single peer's report has made this one a client, there being nobody else to ask then."""
 
     async def check(self, contacts: Sequence[Contact]) -> None:
         """Ask some of these in turn, until one has reached this peer or enough have not.
@@ -340,7 +337,9 @@ class Reachability:
             await self.check([contact])
 
     def _be_client(self, in_vain: Sequence[Contact]) -> None:
-        self.has_one_word = len(in_vain) < _NEEDED and (self.has_one_word or not self._is_unreachable)
+        self.rests_on_one_report = len(in_vain) < _NEEDED and (
+            self.rests_on_one_report or not self._is_unreachable
+        )
         if self._is_unreachable:
             return
         self._is_unreachable = True
@@ -354,7 +353,7 @@ class Reachability:
 
     def _serve(self) -> None:
         if self._is_unreachable:
-            self._is_unreachable = self.has_one_word = self._protocol.is_client = False
+            self._is_unreachable = self.rests_on_one_report = self._protocol.is_client = False
             log.warning("Others can call this peer again: it is a client no more.")
 
 

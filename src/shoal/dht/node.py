@@ -25,8 +25,8 @@ from shoal.dht.records import (
     Validator,
     Value,
     encode_value,
-    holder_of,
     key_of,
+    owner_of_subkey,
     reserved,
     value_of,
 )
@@ -188,7 +188,8 @@ class DHT:
     async def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
         """The first live value met, from this peer's own memory where it has one; None when there is none.
 
-        `latest` asks all replicas, and merges what they have.
+        `latest` asks all replicas, and merges what they have. DeadlineExceeded when it was not looked for
+        everywhere in time, PeerUnreachable when nobody could be asked.
         """
         return (await self.get_many([name], latest=latest, deadline=deadline, must_end=True))[0]
 
@@ -320,6 +321,6 @@ async def present(
     peers = {
         peer_id: slot
         for subkey, slot in found.value.items()
-        if (peer_id := holder_of(subkey)) is not None and slot.owner == peer_id
+        if (peer_id := owner_of_subkey(subkey)) is not None and slot.owner == peer_id
     }
     return dict(sorted(peers.items()))

@@ -32,45 +32,16 @@ from shoal.core import (
     ShoalError,
     StandingScope,
 )
-from shoal.core.ids import ID_BYTES
+from shoal.core.ids import ID_BYTES, is_loopback
 from shoal.core.limits import RateLimiter
+from shoal.dht import wire
 from shoal.dht.records import Slot, Validator, Verdict
 from shoal.dht.routing_table import RoutingTable
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import LocalRecords
-from shoal.dht.wire import (
-    ABOUT,
-    FIND,
-    MAX_CONTACTS,
-    MAX_INDEX,
-    MAX_WANTS,
-    MESSAGES,
-    PING,
-    REACH_SHIFT,
-    STORE,
-    TAG_BYTES,
-    About,
-    Contact,
-    ContactBook,
-    Find,
-    Finding,
-    Found,
-    Item,
-    LookupKind,
-    Ping,
-    Pong,
-    State,
-    Store,
-    StoreAnswer,
-    Want,
-    number_of,
-    resolved,
-    size_of,
-    tag_of,
-)
+from shoal.dht.wire import Contact
 from shoal.transport import Endpoint, Head, Reply
 from shoal.transport.datagrams.sessions import RoundTrips
-from shoal.transport.trust.membership import is_loopback
 
 _MAX_SLOTS_BYTES = 6_500  # of an answer, so that one of several keys stays within a few datagrams
 _MAX_PAYLOAD_BYTES = 256 << 10  # of an answer; a larger one travels as a buffer
@@ -81,7 +52,7 @@ _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 _NUM_WITNESSES = 2
 _LAST_VERDICT = max(Verdict)
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {method: msgspec.msgpack.Decoder(answer) for method, (_, answer) in MESSAGES.items()}
+_decoders = {method: msgspec.msgpack.Decoder(answer) for method, (_, answer) in wire.MESSAGES.items()}
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -115,13 +86,13 @@ class DHTProtocol:
     ) -> None:
         self.endpoint = endpoint
         self.peer_id = peer_id
-        self.number = number_of(peer_id.digest)
+        self.number = wire.number_of(peer_id.digest)
         """The own id, as distances are reckoned with."""
         self.settings = settings
         self.validator = validator
         self.random = endpoint.network.random
         self.table = RoutingTable(peer_id, settings, self.random)
-        self.book = ContactBook(has_names=endpoint.network.is_simulated)
+        self.book = wire.ContactBook(has_names=endpoint.network.is_simulated)
         self.records = LocalRecords(peer_id, settings, validator)
         self.limits = RequestLimits(settings)
         self.counts = Counts()
@@ -151,14 +122,14 @@ class DHTProtocol:
         await self._standing.close()
         if self._is_serving:
             self._is_serving = False
-            for method in MESSAGES:
+            for method in wire.MESSAGES:
                 self.endpoint.routes.remove(method)
 
     def serve(self) -> None:
         """Answer others from now on."""
         self._is_serving = True
         self._began_s = self.endpoint.network.clock.now_s()
-        for method, (asked, _) in MESSAGES.items():
+        for method, (asked, _) in wire.MESSAGES.items():
             handler = getattr(self, method.replace("dht.", "rpc_"))
             self.endpoint.handle(method, handler, payload_type=asked)
 
@@ -178,18 +149,22 @@ class DHTProtocol:
 
     # --- asking ---
 
-    async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
+    async def call_find(self, contact: Contact, wants: list[wire.Want]) -> wire.Found:
         """Look for keys at a peer."""
         self.counts.num_finds += 1
-        found: Found = await self._call(contact, FIND, Find(self.port, wants))
+        found: wire.Found = await self._call(contact, wire.FIND, wire.Find(self.port, wants))
         if len(found.findings) != len(wants):
             raise self._nonsense(contact, "it answered for another number of keys than it was asked for.")
         return found
 
-    async def call_store(self, contact: Contact, items: list[Item], *, is_cache: bool = False) -> StoreAnswer:
+    async def call_store(
+        self, contact: Contact, items: list[wire.Item], *, is_cache: bool = False
+    ) -> wire.StoreAnswer:
         """Have a peer keep slots; there is a verdict on each."""
         self.counts.num_stores += 1
-        answer: StoreAnswer = await self._call(contact, STORE, Store(self.port, items, is_cache))
+        answer: wire.StoreAnswer = await self._call(
+            contact, wire.STORE, wire.Store(self.port, items, is_cache)
+        )
         if len(answer.verdicts) != sum(len(item.slots) for item in items):
             raise self._nonsense(contact, "it answered for another number of records than it was sent.")
         if max(answer.verdicts, default=0) > _LAST_VERDICT:
@@ -199,15 +174,19 @@ class DHTProtocol:
     async def call_mark_absent(self, contact: Contact, keys: list[bytes]) -> None:
         """Tell a peer that there is nothing under these keys, anywhere."""
         self.counts.num_stores += 1
-        await self._call(contact, STORE, Store(self.port, [], absent=keys, absent_s=self.settings.absent_s))
+        await self._call(
+            contact, wire.STORE, wire.Store(self.port, [], absent=keys, absent_s=self.settings.absent_s)
+        )
 
     async def call_ping(self, peer: Peer | Address, deadline: Deadline | None = None) -> Answered:
         """Ask a peer, of which perhaps only the address is known, who it is."""
         self.counts.num_pings += 1
-        target = await resolved(self.endpoint.network, peer if isinstance(peer, Peer) else Peer(peer))
+        target = await wire.resolved(self.endpoint.network, peer if isinstance(peer, Peer) else Peer(peer))
         clock = self.endpoint.network.clock
         began_s = clock.now_s()
-        pong: Pong = await self._send(target, PING, Ping(self.port), deadline or self.call_deadline())
+        pong: wire.Pong = await self._send(
+            target, wire.PING, wire.Ping(self.port), deadline or self.call_deadline()
+        )
         took_s = clock.now_s() - began_s
         if len(pong.peer_id) != ID_BYTES:
             raise self._nonsense(target, "it told no peer id.")
@@ -220,9 +199,9 @@ class DHTProtocol:
             self._on_seen(self.book.of(answered.peer), took_s)
         return answered
 
-    async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> About:
+    async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> wire.About:
         """Ask a peer how it is."""
-        about: About = await self._send(peer, ABOUT, None, deadline or self.call_deadline())
+        about: wire.About = await self._send(peer, wire.ABOUT, None, deadline or self.call_deadline())
         return about
 
     async def _call(self, contact: Contact, method: str, payload: object) -> Any:
@@ -247,7 +226,7 @@ class DHTProtocol:
 
     async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline) -> Any:
         """Send a request, and read the answer; ProtocolError for one that is not as it should be."""
-        into = _allocate if method == FIND else None  # only records may be large
+        into = _allocate if method == wire.FIND else None  # only records may be large
         reply = await self.endpoint.datagrams.call(peer, method, payload, deadline=deadline, into=into)
         try:
             return _decoders[method].decode(reply.buffers[0] if reply.buffers else reply.payload)
@@ -277,13 +256,13 @@ class DHTProtocol:
     def rpc_ping(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell who and when this is."""
         self._admit(head.peer, head.payload.port)
-        return _reply(Pong(self.peer_id.digest, str(head.peer.address), self.wall_s()))
+        return _reply(wire.Pong(self.peer_id.digest, str(head.peer.address), self.wall_s()))
 
     def rpc_find(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell of records, and of peers that are nearer to their keys."""
-        wants: list[Want] = head.payload.wants
-        if len(wants) > MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
-            raise PeerRefused(f"a find takes at most {MAX_WANTS} keys of {ID_BYTES} bytes.")
+        wants: list[wire.Want] = head.payload.wants
+        if len(wants) > wire.MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
+            raise PeerRefused(f"a find takes at most {wire.MAX_WANTS} keys of {ID_BYTES} bytes.")
         self._admit(head.peer, head.payload.port, cost_of_find(len(wants)))
         wall_s, asker = self.wall_s(), _number_of(head.peer)
         contacts: dict[bytes, int] = {}
@@ -293,34 +272,34 @@ class DHTProtocol:
             finding, size_bytes = self._finding(want, asker, wall_s, contacts)
             if size_bytes > left_bytes and len(wants) > 1:
                 near = finding.near or _indexes(self._near(want.key, want.reach, asker), contacts)
-                finding, size_bytes = Finding(State.TOO_LARGE, near), 0
+                finding, size_bytes = wire.Finding(wire.State.TOO_LARGE, near), 0
             left_bytes -= size_bytes
             findings.append(finding)
-        return _reply(Found(list(contacts), findings))
+        return _reply(wire.Found(list(contacts), findings))
 
     def _finding(
-        self, want: Want, asker: int, wall_s: float, contacts: dict[bytes, int]
-    ) -> tuple[Finding, int]:
+        self, want: wire.Want, asker: int, wall_s: float, contacts: dict[bytes, int]
+    ) -> tuple[wire.Finding, int]:
         """What there is of a key, and how many bytes of an answer's room that takes."""
         key, kind = want.key, want.kind
         slots: list[Slot] = []
         coordinates = b""
-        if kind == LookupKind.COORDINATES:
+        if kind == wire.LookupKind.COORDINATES:
             coordinates = self.records.coordinates(key, wall_s)
-        elif kind != LookupKind.PEERS:
+        elif kind != wire.LookupKind.PEERS:
             slots = self.records.get(key, wall_s)
-            if slots and kind == LookupKind.VALUE:
-                return Finding(State.HERE, b"", slots), sum(map(size_of, slots))
+            if slots and kind == wire.LookupKind.VALUE:
+                return wire.Finding(wire.State.HERE, b"", slots), sum(map(wire.size_of, slots))
         near = _indexes(self._near(key, want.reach, asker), contacts)
         if slots or coordinates:
-            size_bytes = len(coordinates) + sum(map(size_of, slots))
-            return Finding(State.HERE, near, slots, coordinates), size_bytes
-        is_absent = kind != LookupKind.PEERS and self.records.cache.is_absent(key, wall_s)
-        return Finding(State.ABSENT if is_absent else State.NOTHING, near), 0
+            size_bytes = len(coordinates) + sum(map(wire.size_of, slots))
+            return wire.Finding(wire.State.HERE, near, slots, coordinates), size_bytes
+        is_absent = kind != wire.LookupKind.PEERS and self.records.cache.is_absent(key, wall_s)
+        return wire.Finding(wire.State.ABSENT if is_absent else wire.State.NOTHING, near), 0
 
     def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Keep slots, or say of each why not."""
-        store: Store = head.payload
+        store: wire.Store = head.payload
         cost = len(store.absent) + sum(map(_cost_of, store.items))
         self.limits.take_records(head.peer, cost, self.now_s())
         self._admit(head.peer, store.port)
@@ -331,19 +310,21 @@ class DHTProtocol:
             for slot in item.slots
         )
         until_s = wall_s + min(store.absent_s, self.settings.absent_s)
-        for key in store.absent[:MAX_WANTS]:
+        for key in store.absent[: wire.MAX_WANTS]:
             if len(key) == ID_BYTES and not records.storage.get(key, wall_s):
                 records.cache.mark_absent(key, until_s)
         contacts: dict[bytes, int] = {}
-        near = [self._unknown(item, head.peer, contacts) if item.reach else b"" for item in store.items]
-        return _reply(StoreAnswer(verdicts, list(contacts), near if contacts else []))
+        near = [
+            self._nearer_than_sent(item, head.peer, contacts) if item.reach else b"" for item in store.items
+        ]
+        return _reply(wire.StoreAnswer(verdicts, list(contacts), near if contacts else []))
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell how this peer is."""
         self._admit(head.peer, 0)
         storage = self.records.storage
         return _reply(
-            About(
+            wire.About(
                 software=__version__,
                 uptime_s=self.endpoint.network.clock.now_s() - self._began_s,
                 num_records=len(storage),
@@ -368,20 +349,20 @@ class DHTProtocol:
 
     def _near(self, key: bytes, reach: int, asker: int) -> list[Contact]:
         """Peers nearer to a key than the asker's reach, nearest first."""
-        number = number_of(key)
+        number = wire.number_of(key)
         return [
             contact
-            for contact in self.table.nearest(number, MAX_CONTACTS, now_s=self.now_s())
-            if (contact.number ^ number) >> REACH_SHIFT < reach and contact.number != asker
+            for contact in self.table.nearest(number, wire.MAX_CONTACTS, now_s=self.now_s())
+            if (contact.number ^ number) >> wire.REACH_SHIFT < reach and contact.number != asker
         ]
 
-    def _unknown(self, item: Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
+    def _nearer_than_sent(self, item: wire.Item, asker: Peer, contacts: dict[bytes, int]) -> bytes:
         """Peers that an item should be brought to and is not."""
         if len(item.key) != ID_BYTES:
             return b""
-        known = {item.known[at : at + TAG_BYTES] for at in range(0, len(item.known), TAG_BYTES)}
+        known = {item.known[at : at + wire.TAG_BYTES] for at in range(0, len(item.known), wire.TAG_BYTES)}
         near = self._near(item.key, item.reach, _number_of(asker))
-        return _indexes([contact for contact in near if tag_of(contact.packed) not in known], contacts)
+        return _indexes([contact for contact in near if wire.tag_of(contact.packed) not in known], contacts)
 
     # --- who is there ---
 
@@ -403,7 +384,7 @@ class DHTProtocol:
     def read_contacts(self, packed: Sequence[bytes], teller: Address) -> list[Contact | None]:
         """Peers that another peer tells of; None for those not to be asked."""
         found: list[Contact | None] = []
-        for one in packed[:MAX_INDEX]:
+        for one in packed[: wire.MAX_INDEX]:
             contact = self.book.read(one, teller)
             found.append(None if contact is None or self.is_backed_off(contact) else contact)
         return found
@@ -470,13 +451,13 @@ def _allocate(head: Head) -> list[bytearray]:
 
 
 def _number_of(peer: Peer) -> int:
-    return number_of(peer.id.digest) if peer.id is not None else -1
+    return wire.number_of(peer.id.digest) if peer.id is not None else -1
 
 
 def _indexes(near: Sequence[Contact], contacts: dict[bytes, int]) -> bytes:
     """Contacts as indexes into those of the whole answer; what an index cannot name is left out."""
     indexes = (contacts.setdefault(contact.packed, len(contacts)) for contact in near)
-    return bytes(index for index in indexes if index < MAX_INDEX)
+    return bytes(index for index in indexes if index < wire.MAX_INDEX)
 
 
 def _reply(answer: object) -> Reply:
@@ -496,7 +477,7 @@ def cost_of_find(num_wants: int) -> float:
     return 1 + max(0, num_wants - 1) / 4
 
 
-def _cost_of(item: Item) -> int:
+def _cost_of(item: wire.Item) -> int:
     """What storing an item is counted as: signatures are what takes time."""
     return (len(item.slots) or 1) + _OWNED_COST * sum(bool(slot.owner) for slot in item.slots)
 

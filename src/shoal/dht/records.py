@@ -272,7 +272,7 @@ def _is_subkey(subkey: Any) -> bool:
     return isinstance(subkey, tuple) and all(part is None or _is_subkey(part) for part in subkey)
 
 
-# --- owners ---
+# --- owners: whose a subkey or a key is, and whether a slot may stand there ---
 
 OWNER_MARK: Literal["shoal.owner"] = "shoal.owner"
 """What a reserved subkey begins with."""
@@ -284,6 +284,10 @@ OwnSubkey = tuple[
     str | int | None,
 ]
 """A reserved subkey; as a schema's `subkey_type` it admits only those."""
+_OWN_KEY_TAG = namespace_tag(OWNER_MARK)  # of no name: namespaces end before a dot
+_LABEL_BYTES = 6
+_OWNER_BYTES = ID_BYTES - NAMESPACE_BYTES - _LABEL_BYTES
+_OWNER_AT = slice(_LABEL_BYTES, ID_BYTES - NAMESPACE_BYTES)
 
 
 def reserved(peer_id: PeerId, label: str | int | None = None) -> OwnSubkey:
@@ -291,7 +295,13 @@ def reserved(peer_id: PeerId, label: str | int | None = None) -> OwnSubkey:
     return (OWNER_MARK, peer_id.digest, label)
 
 
-def holder_of(subkey: Any) -> PeerId | None:
+def reserved_key(peer_id: PeerId, label: str) -> Key:
+    """A key that only this peer may write; given to `store` and `get` in place of a name."""
+    name = hashlib.blake2b(peer_id.digest + label.encode(), digest_size=_LABEL_BYTES, person=b"shoal own key")
+    return Key(name.digest() + peer_id.digest[:_OWNER_BYTES] + _OWN_KEY_TAG)
+
+
+def owner_of_subkey(subkey: Any) -> PeerId | None:
     """The peer that a reserved subkey belongs to; None for any other subkey."""
     match subkey:
         case (str(mark), bytes(digest), str() | int() | None) if (
@@ -301,7 +311,7 @@ def holder_of(subkey: Any) -> PeerId | None:
     return None
 
 
-def owner_id(slot: Slot) -> PeerId | None:
+def signer_of(slot: Slot) -> PeerId | None:
     """Who has signed it, if a `Validator` finds nothing wrong; None where nobody claims to."""
     return PeerId.of_public_key(slot.owner) if slot.owner else None
 
@@ -311,9 +321,113 @@ def is_reserved(slot: Slot) -> bool:
     if not slot.owner or _MARK_BYTES not in slot.subkey:
         return False
     try:
-        return holder_of(decode_subkey(slot.subkey)) is not None
+        return owner_of_subkey(decode_subkey(slot.subkey)) is not None
     except ValueError:
         return False
+
+
+def _check_owner(key: bytes, slot: Slot) -> Verdict | None:
+    """Whether its owner and signature can be any, and the slot may stand under this key and subkey at all."""
+    if slot.owner or slot.signature:
+        path_bytes = len(slot.signature) - SIGNATURE_BYTES
+        if len(slot.owner) != PUBLIC_KEY_BYTES or not 0 <= path_bytes <= MAX_PATH_BYTES:
+            return Verdict.BAD_SIGNATURE
+    if key.endswith(_OWN_KEY_TAG):
+        owner = signer_of(slot)
+        if owner is None or owner.digest[:_OWNER_BYTES] != key[_OWNER_AT]:
+            return Verdict.NOT_OWNER
+    if slot.subkey == PLAIN:
+        return None
+    try:
+        subkey = decode_subkey(slot.subkey)
+    except ValueError:
+        return Verdict.BAD_VALUE
+    if isinstance(subkey, tuple) and subkey and subkey[0] == OWNER_MARK:
+        owner = owner_of_subkey(subkey)
+        if owner is None or owner != signer_of(slot):
+            return Verdict.NOT_OWNER
+    return None
+
+
+# --- owners: signatures ---
+
+PUBLIC_KEY_BYTES, SIGNATURE_BYTES = 32, 64
+_DOMAIN = b"shoal record 1:"
+_DOMAIN_MANY = b"shoal records 1:"
+_HEAD = struct.Struct(">dI")
+
+
+def sign_many(identity: Identity, unsigned: Sequence[tuple[bytes, Slot]]) -> list[Slot]:
+    """Slots that `identity` owns, of their keys and what they say; one signature for up to 64 of them.
+
+    It is over the root of a tree of hashes; each slot carries the path from itself to the root. A signature
+    takes about 33 µs.
+    """
+    owner = identity.public_key.public_bytes_raw()
+    signed = []
+    for start in range(0, len(unsigned), MAX_LEAVES):
+        some = unsigned[start : start + MAX_LEAVES]
+        messages = [_message(key, slot) for key, slot in some]
+        if len(some) == 1:
+            signatures = [identity.sign(messages[0])]
+        else:
+            root, paths = hash_tree(messages)
+            signature = identity.sign(_DOMAIN_MANY + root)
+            signatures = [signature + path for path in paths]
+        signed += [
+            Slot(slot.subkey, slot.value, slot.expires_at_s, owner, signature)
+            for (_, slot), signature in zip(some, signatures, strict=True)
+        ]
+    return signed
+
+
+def _message(key: bytes, slot: Slot) -> bytes:
+    """What a slot's signature is over."""
+    head = _HEAD.pack(slot.expires_at_s, len(slot.subkey))
+    return b"".join((_DOMAIN, key, head, slot.subkey, slot.value))
+
+
+# --- trees of hashes (Merkle 1987): one signature, over the root, for many messages ---
+
+MAX_LEAVES = 64
+HASH_BYTES = 16
+_MAX_TREE_DEPTH = MAX_LEAVES.bit_length() - 1
+MAX_PATH_BYTES = 1 + _MAX_TREE_DEPTH * HASH_BYTES
+"""A message's path to the root is its index and the hashes beside it, from the leaf up."""
+_LEAF, _FORK = b"shoal leaf", b"shoal fork"
+
+
+def hash_tree(messages: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
+    """The root over up to MAX_LEAVES messages, and each one's path to it."""
+    assert 1 < len(messages) <= MAX_LEAVES
+    level = [_hash(message, _LEAF) for message in messages]
+    paths = [bytearray((index,)) for index in range(len(messages))]
+    depth = 0
+    while len(level) > 1:
+        if len(level) % 2:
+            level.append(level[-1])
+        for index, path in enumerate(paths):
+            path.extend(level[index >> depth ^ 1])
+        level = [_hash(level[at] + level[at + 1], _FORK) for at in range(0, len(level), 2)]
+        depth += 1
+    return level[0], [bytes(path) for path in paths]
+
+
+def root_of(message: bytes, path: bytes) -> bytes | None:
+    """The root that a message's path leads to; None when it is no path."""
+    depth, rest = divmod(len(path) - 1, HASH_BYTES)
+    if rest or not 0 < depth <= _MAX_TREE_DEPTH or path[0] >> depth:
+        return None
+    here, index = _hash(message, _LEAF), path[0]
+    for start in range(1, len(path), HASH_BYTES):
+        beside = path[start : start + HASH_BYTES]
+        here = _hash(beside + here if index & 1 else here + beside, _FORK)
+        index >>= 1
+    return here
+
+
+def _hash(content: bytes, kind: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=HASH_BYTES, person=kind).digest()
 
 
 # --- which of two slots stays ---
@@ -418,7 +532,7 @@ def value_of(slots: Sequence[Slot], wall_s: float) -> Value | None:
         if not slot.expires_at_s > wall_s:  # NaN is over too
             continue
         try:
-            value = Value(decode_value(slot.value), slot.expires_at_s, owner_id(slot))
+            value = Value(decode_value(slot.value), slot.expires_at_s, signer_of(slot))
             if slot.subkey == PLAIN:
                 return value
             found[decode_subkey(slot.subkey)] = value
@@ -464,7 +578,7 @@ class Validator:
 
     def check(self, key: bytes, slot: Slot) -> Verdict | None:
         """Why a slot is not to be believed, whoever holds it; None when it is."""
-        verdict = _check_place(key, slot)
+        verdict = _check_owner(key, slot)
         if verdict is None and (slot.owner or slot.signature) and not self._is_signed(key, slot):
             verdict = Verdict.BAD_SIGNATURE
         schemas = self._schemas.get(key[-NAMESPACE_BYTES:])
@@ -509,120 +623,6 @@ class Validator:
                 del self._known[next(iter(self._known))]
         self._known[digest] = None
         return True
-
-
-# --- owners ---
-
-PUBLIC_KEY_BYTES, SIGNATURE_BYTES = 32, 64
-_OWN_KEY_TAG = namespace_tag(OWNER_MARK)  # of no name: namespaces end before a dot
-_LABEL_BYTES = 6
-_HOLDER_BYTES = ID_BYTES - NAMESPACE_BYTES - _LABEL_BYTES
-_HOLDER = slice(_LABEL_BYTES, ID_BYTES - NAMESPACE_BYTES)
-_DOMAIN = b"shoal record 1:"
-_DOMAIN_MANY = b"shoal records 1:"
-_HEAD = struct.Struct(">dI")
-
-
-def reserved_key(peer_id: PeerId, label: str) -> Key:
-    """A key that only this peer may write; given to `store` and `get` in place of a name."""
-    name = hashlib.blake2b(peer_id.digest + label.encode(), digest_size=_LABEL_BYTES, person=b"shoal own key")
-    return Key(name.digest() + peer_id.digest[:_HOLDER_BYTES] + _OWN_KEY_TAG)
-
-
-def sign_many(identity: Identity, unsigned: Sequence[tuple[bytes, Slot]]) -> list[Slot]:
-    """Slots that `identity` owns, of their keys and what they say; one signature for up to 64 of them.
-
-    It is over the root of a tree of hashes; each slot carries the path from itself to the root. A signature
-    takes about 33 µs.
-    """
-    owner = identity.public_key.public_bytes_raw()
-    signed = []
-    for start in range(0, len(unsigned), MAX_LEAVES):
-        some = unsigned[start : start + MAX_LEAVES]
-        messages = [_message(key, slot) for key, slot in some]
-        if len(some) == 1:
-            signatures = [identity.sign(messages[0])]
-        else:
-            root, paths = hash_tree(messages)
-            signature = identity.sign(_DOMAIN_MANY + root)
-            signatures = [signature + path for path in paths]
-        signed += [
-            Slot(slot.subkey, slot.value, slot.expires_at_s, owner, signature)
-            for (_, slot), signature in zip(some, signatures, strict=True)
-        ]
-    return signed
-
-
-def _check_place(key: bytes, slot: Slot) -> Verdict | None:
-    """Whether its owner and signature can be any, and the slot may stand under this key and subkey at all."""
-    if slot.owner or slot.signature:
-        path_bytes = len(slot.signature) - SIGNATURE_BYTES
-        if len(slot.owner) != PUBLIC_KEY_BYTES or not 0 <= path_bytes <= MAX_PATH_BYTES:
-            return Verdict.BAD_SIGNATURE
-    if key.endswith(_OWN_KEY_TAG):
-        owner = owner_id(slot)
-        if owner is None or owner.digest[:_HOLDER_BYTES] != key[_HOLDER]:
-            return Verdict.NOT_OWNER
-    if slot.subkey == PLAIN:
-        return None
-    try:
-        subkey = decode_subkey(slot.subkey)
-    except ValueError:
-        return Verdict.BAD_VALUE
-    if isinstance(subkey, tuple) and subkey and subkey[0] == OWNER_MARK:
-        holder = holder_of(subkey)
-        if holder is None or holder != owner_id(slot):
-            return Verdict.NOT_OWNER
-    return None
-
-
-def _message(key: bytes, slot: Slot) -> bytes:
-    """What a slot's signature is over."""
-    head = _HEAD.pack(slot.expires_at_s, len(slot.subkey))
-    return b"".join((_DOMAIN, key, head, slot.subkey, slot.value))
-
-
-# --- trees of hashes (Merkle 1987): one signature, over the root, for many messages ---
-
-MAX_LEAVES = 64
-HASH_BYTES = 16
-_MAX_TREE_DEPTH = MAX_LEAVES.bit_length() - 1
-MAX_PATH_BYTES = 1 + _MAX_TREE_DEPTH * HASH_BYTES
-"""A message's path to the root is its index and the hashes beside it, from the leaf up."""
-_LEAF, _FORK = b"shoal leaf", b"shoal fork"
-
-
-def hash_tree(messages: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
-    """The root over up to MAX_LEAVES messages, and each one's path to it."""
-    assert 1 < len(messages) <= MAX_LEAVES
-    level = [_hash(message, _LEAF) for message in messages]
-    paths = [bytearray((index,)) for index in range(len(messages))]
-    depth = 0
-    while len(level) > 1:
-        if len(level) % 2:
-            level.append(level[-1])
-        for index, path in enumerate(paths):
-            path.extend(level[index >> depth ^ 1])
-        level = [_hash(level[at] + level[at + 1], _FORK) for at in range(0, len(level), 2)]
-        depth += 1
-    return level[0], [bytes(path) for path in paths]
-
-
-def root_of(message: bytes, path: bytes) -> bytes | None:
-    """The root that a message's path leads to; None when it is no path."""
-    depth, rest = divmod(len(path) - 1, HASH_BYTES)
-    if rest or not 0 < depth <= _MAX_TREE_DEPTH or path[0] >> depth:
-        return None
-    here, index = _hash(message, _LEAF), path[0]
-    for start in range(1, len(path), HASH_BYTES):
-        beside = path[start : start + HASH_BYTES]
-        here = _hash(beside + here if index & 1 else here + beside, _FORK)
-        index >>= 1
-    return here
-
-
-def _hash(content: bytes, kind: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=HASH_BYTES, person=kind).digest()
 
 
 # --- schemas: msgspec's types, checked without coercion ---

@@ -73,7 +73,7 @@ class Replicator:
         self._storage = protocol.records.storage
         self._neighbours: dict[int, float] = {}
         """Neighbours' ids, and when they were last among the nearest."""
-        self._settled: list[int] | None = None
+        self._neighbours_before: list[int] | None = None
         """The neighbours at the last look; None while there are no records."""
         self._met_at_s: dict[int, float] = {}
         """Wall times at which peers were met since the last look."""
@@ -92,7 +92,7 @@ class Replicator:
         if len(self._storage) == 0:
             self._neighbours.clear()
             self._transfers.clear()
-            self._settled = None
+            self._neighbours_before = None
             return None
         now_s, wall_s = protocol.now_s(), protocol.wall_s()
         limit = max(settings.bucket_size, _NEIGHBOURS * settings.num_replicas)
@@ -106,11 +106,11 @@ class Replicator:
             if seen_s + _GRACE_S <= now_s:
                 del self._neighbours[number]
                 since_s = min(since_s, wall_s + seen_s - now_s)
-        before, self._settled = self._settled, sorted([own, *self._neighbours])
-        if before is None or before == self._settled:
+        before, self._neighbours_before = self._neighbours_before, sorted([own, *self._neighbours])
+        if before is None or before == self._neighbours_before:
             is_due = any(transfer.due_s <= now_s for transfer in self._transfers.values())
             return self._send_due() if is_due else None
-        return self._plan(before, self._settled, since_s)
+        return self._plan(before, self._neighbours_before, since_s)
 
     async def _plan(self, before: Sequence[int], now: Sequence[int], since_s: float) -> None:
         """See which records belong to others than before, and send those that are due."""

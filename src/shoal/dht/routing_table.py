@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from shoal.core import Address, PeerId
+from shoal.core.ids import is_loopback
 from shoal.core.limits import FailureBackoff
 from shoal.dht.settings import DHTSettings
 from shoal.dht.wire import ID_BITS, Contact, number_of
-from shoal.transport.trust.membership import is_loopback
 
 QUIET_S = 60.0
 """A contact that was heard within this keeps its place without being pinged."""

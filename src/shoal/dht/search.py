@@ -5,8 +5,8 @@ its value and for peers that are nearer still, until so many of the nearest have
 found. Keys that go to the same peer share its requests. A peer that is slow is not waited for: the next is
 asked beside it, and its answer counts if it comes; one that fails is gone from the list. Where some were
 silent and nothing was found, others are asked too (`Lookup.is_doubtful`), and at last those near the key that
-failed of late (`ask_failed`). Whatever happens, it ends at its deadline. `look_up` and `find_records` are
-what others call; what a look-up leaves in caches on its way is at the end.
+failed of late (`ask_failed_of_late`). Whatever happens, it ends at its deadline (`Requests.run`). `look_up`
+and `find_records` are what others call; what a look-up leaves in caches on its way is at the end.
 """
 
 from __future__ import annotations
@@ -22,24 +22,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, Scope, ShoalError, UsageError, fanout
+from shoal.dht import wire
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Slot, merge
-from shoal.dht.wire import (
-    ANYWHERE,
-    MAX_STORE_BYTES,
-    MAX_WANTS,
-    Contact,
-    Finding,
-    Found,
-    Item,
-    LookupKind,
-    State,
-    Want,
-    named,
-    reach_of,
-    size_of,
-    unpack_coordinates,
-)
+from shoal.dht.wire import Contact, LookupKind
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -67,7 +53,7 @@ async def look_up(
     for lookup in lookups:
         if len(lookups) <= settings.parallel:
             lookup.first_parallel = settings.parallel
-        num_seeds = max(lookup.width + settings.num_replicas, settings.beam)
+        num_seeds = max(lookup.num_nearest + settings.num_replicas, settings.beam)
         lookup.begin(table.nearest(lookup.number, num_seeds, now_s=now_s))
         heard = table.nearest(lookup.number, _HEARSAY_SEEDS, now_s=now_s, has_hearsay=True)
         for contact in (*heard, *seeds):
@@ -101,7 +87,7 @@ async def find_records(
     await look_up(protocol, list(lookups.values()), deadline)
     missed = [lookup for lookup in lookups.values() if lookup.is_done and not lookup.replicas]
     if missed:
-        await ask_failed(protocol, missed)
+        await ask_failed_of_late(protocol, missed)
     if must_end:
         check_ended(list(lookups.values()), is_client=protocol.is_client)
     wall_s = protocol.wall_s()
@@ -124,10 +110,10 @@ class AskState(enum.IntEnum):
 class Lookup:
     """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    def __init__(self, key: bytes, kind: LookupKind, width: int) -> None:
+    def __init__(self, key: bytes, kind: LookupKind, num_nearest: int) -> None:
         self.key = key
         self.kind = kind
-        self.width = width
+        self.num_nearest = num_nearest
         """It ends when so many of the nearest peers have answered."""
         self.number = int.from_bytes(key)
         self.near: list[tuple[int, Contact]] = []
@@ -178,37 +164,41 @@ class Lookup:
         bisect.insort(near, (distance, contact), key=lambda entry: entry[0])
 
     def next_peers(self, parallel: int) -> list[Contact]:
-        """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
-        if self.is_done:
-            return []
+        """Whom to ask now: those of the `num_nearest` nearest that were not asked yet, a few at once.
+
+        A slow peer takes no place among them. When all have been asked and have answered, those are asked
+        again that were asked for too little.
+        """
         if not self._has_answer:
             parallel = self.first_parallel
         chosen: list[Contact] = []
-        num_answered = num_open = 0
+        num_counted = 0
         for _, contact in self.near:
             progress = self._progress.get(contact.packed)
-            if progress is AskState.ANSWERED:
-                num_answered += 1
-            elif progress is None and self.num_asked + len(chosen) < parallel:
+            if progress is None and self.num_asked + len(chosen) < parallel:
                 chosen.append(contact)
-            if progress is not AskState.SLOW:
-                num_open += 1
-            if num_open >= self.width:
+            num_counted += progress is not AskState.SLOW
+            if num_counted >= self.num_nearest:
                 break
-        if not chosen and self.num_asked == 0:
-            chosen = self._told_too_little()
-            has_slow = any(progress is AskState.SLOW for progress in self._progress.values())
-            self.is_done = not chosen and (num_answered >= self.width or not has_slow)
-        return chosen
+        return chosen or ([] if self.num_asked else self._asked_for_too_little())
 
-    def _told_too_little(self) -> list[Contact]:
+    def _asked_for_too_little(self) -> list[Contact]:
         """Those that were asked only for peers nearer than some that have turned out not to answer."""
-        answered = [entry for entry in self.near if self._progress.get(entry[1].packed) is AskState.ANSWERED]
-        counted = answered[: self.width]
-        if not counted:
-            return []
-        reach = reach_of(counted[-1][0])
-        return [contact for _, contact in counted if self._reaches.get(contact.packed, ANYWHERE) < reach]
+        counted = self.answered()[: self.num_nearest]
+        reach = wire.reach_of(counted[-1].number ^ self.number) if counted else 0
+        return [contact for contact in counted if self._reaches.get(contact.packed, wire.ANYWHERE) < reach]
+
+    # --- when it ends ---
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether, there being nobody left to ask, no answer is waited for either.
+
+        A slow peer's is, where fewer than `num_nearest` have answered.
+        """
+        return self.num_asked == 0 and (
+            len(self.answered()) >= self.num_nearest or not self._has(AskState.SLOW)
+        )
 
     @property
     def is_doubtful(self) -> bool:
@@ -218,31 +208,33 @@ class Lookup:
         """
         if self.replicas or self.coordinates or not self.has_silent:
             return False
-        return not self._has_witnesses or len(self.answered()) < self.width
+        return not self._has_witnesses or len(self.answered()) < self.num_nearest
 
-    def reopen(self, witnesses: Sequence[Contact]) -> list[Contact]:
-        """Whom of these to ask before it ends after all."""
+    def ask_witnesses(self, witnesses: Sequence[Contact]) -> list[Contact]:
+        """Whom of these to ask before it ends after all: those that it has not asked."""
         self._has_witnesses = True
         chosen = [contact for contact in witnesses if contact.packed not in self._progress]
         for contact in chosen:
             self.add(contact, 1)
-        self.is_done = not chosen
         return chosen
-
-    def want(self, contact: Contact) -> Want:
-        """What to ask a peer for; all that it knows when it is asked again."""
-        reach = ANYWHERE
-        if len(self.near) >= self.width and contact.packed not in self._reaches:
-            reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
-        self._reaches[contact.packed] = reach
-        return Want(self.key, self.kind, reach)
-
-    # --- what came of it ---
 
     @property
     def has_silent(self) -> bool:
         """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
-        return any(progress in (AskState.SLOW, AskState.FAILED) for progress in self._progress.values())
+        return self._has(AskState.SLOW) or self._has(AskState.FAILED)
+
+    def _has(self, state: AskState) -> bool:
+        return any(progress is state for progress in self._progress.values())
+
+    # --- what to ask for, and what came of it ---
+
+    def want(self, contact: Contact) -> wire.Want:
+        """What to ask a peer for; all that it knows when it is asked again."""
+        reach = wire.ANYWHERE
+        if len(self.near) >= self.num_nearest and contact.packed not in self._reaches:
+            reach = wire.reach_of(self.near[min(len(self.near), self.num_nearest + 2) - 1][0])
+        self._reaches[contact.packed] = reach
+        return wire.Want(self.key, self.kind, reach)
 
     def answered(self) -> list[Contact]:
         """Those that have answered, nearest first."""
@@ -273,7 +265,7 @@ class Lookup:
         if entry in self.near:
             self.near.remove(entry)
 
-    def on_answered(self, contact: Contact, finding: Finding, near: Sequence[Contact]) -> None:
+    def on_answered(self, contact: Contact, finding: wire.Finding, near: Sequence[Contact]) -> None:
         """It has answered; `near` are the peers that it tells of."""
         if self._progress.get(contact.packed) is AskState.ASKED:
             self.num_asked -= 1
@@ -282,18 +274,18 @@ class Lookup:
         depth = self._depths.get(contact.packed, 0)
         for other in near:
             self.add(other, depth + 1)
-        if finding.state == State.ABSENT and self.kind == LookupKind.COORDINATES:
+        if finding.state == wire.State.ABSENT and self.kind == LookupKind.COORDINATES:
             self._absent[contact.packed] = None
             if all(other.packed in self._absent for _, other in self.near[:_ALL_ABSENT]):
                 self.has_marker = True
                 self._finish(depth)
-        elif finding.state == State.TOO_LARGE:
+        elif finding.state == wire.State.TOO_LARGE:
             if not self.is_alone:
                 self.is_alone = True
                 del self._progress[contact.packed]
-        elif finding.state == State.HERE and self.kind == LookupKind.COORDINATES:
+        elif finding.state == wire.State.HERE and self.kind == LookupKind.COORDINATES:
             try:
-                self.coordinates = unpack_coordinates(finding.coordinates)
+                self.coordinates = wire.unpack_coordinates(finding.coordinates)
             except ValueError:
                 self.on_failed(contact)
             if self.coordinates:
@@ -421,10 +413,13 @@ class Requests(abc.ABC, Generic[T, U]):
             answer = await self.call(request)
         except ShoalError:
             self._sent_at_s.pop(request, None)
+            request.parts += self._slow.pop(request.contact, ())  # these would have been sent there too
             self.on_failed(request)
         else:
             self._sent_at_s.pop(request, None)
             self.on_answer(request, answer)
+            if held_back := self._slow.pop(request.contact, ()):
+                self._waiting.setdefault(request.contact, []).extend(held_back)
         self._dispatch()
 
     def _slow_s(self) -> float:
@@ -449,7 +444,7 @@ class Requests(abc.ABC, Generic[T, U]):
             self._watch()
 
 
-class Search(Requests[Lookup, Found]):
+class Search(Requests[Lookup, wire.Found]):
     """Several keys looked up together."""
 
     def __init__(self, protocol: DHTProtocol, parallel: int) -> None:
@@ -457,15 +452,17 @@ class Search(Requests[Lookup, Found]):
         self._parallel = parallel
 
     def advance(self, part: Lookup) -> None:
-        """Have a key ask whom it wants to."""
+        """Have a key ask whom it wants to; where there is nobody left to ask, it ends."""
         chosen = part.next_peers(self._parallel)
-        if part.is_done and part.is_doubtful:
-            chosen = part.reopen(self._protocol.witnesses(part.number))
+        if not chosen and part.has_ended:
+            if part.is_doubtful:
+                chosen = part.ask_witnesses(self._protocol.witnesses(part.number))
+            if not chosen:
+                part.is_done = True
+                self.end_one()
         for contact in chosen:
             part.on_asked(contact)
             self._waiting.setdefault(contact, []).append(part)
-        if part.is_done:
-            self.end_one()
 
     def take(self, contact: Contact, waiting: list[Lookup]) -> list[Lookup]:
         """As many keys as fit into a request, one alone whose value is large; none to a peer that is slow."""
@@ -477,25 +474,25 @@ class Search(Requests[Lookup, Found]):
             self._slow[contact] += lookups
             self._go_on(lookups, Lookup.on_slow, contact)
             return []
-        taken, rest = lookups[:MAX_WANTS], lookups[MAX_WANTS:]
+        taken, rest = lookups[: wire.MAX_WANTS], lookups[wire.MAX_WANTS :]
         if (alone := next((lookup for lookup in lookups if lookup.is_alone), None)) is not None:
             taken, rest = [alone], [lookup for lookup in lookups if lookup is not alone]
         if rest:
             self._waiting[contact] = rest
         return taken
 
-    async def call(self, request: SentRequest[Lookup]) -> Found:
+    async def call(self, request: SentRequest[Lookup]) -> wire.Found:
         """Ask a peer for keys."""
         wants = [lookup.want(request.contact) for lookup in request.parts]
         return await self._protocol.call_find(request.contact, wants)
 
-    def on_answer(self, request: SentRequest[Lookup], answer: Found) -> None:
+    def on_answer(self, request: SentRequest[Lookup], answer: wire.Found) -> None:
         """Take in what a peer has and whom it tells of; what it is not believed was not said."""
         contact = request.contact
         contacts = self._protocol.read_contacts(answer.contacts, contact.peer.address)
         pairs = zip(request.parts, answer.findings, strict=True)
         for lookup, finding in [pair for pair in pairs if not pair[0].is_done]:
-            lookup.on_answered(contact, finding, named(contacts, finding.near))
+            lookup.on_answered(contact, finding, wire.named(contacts, finding.near))
             if finding.slots and not lookup.is_done and lookup.kind in (LookupKind.VALUE, LookupKind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
@@ -504,13 +501,10 @@ class Search(Requests[Lookup, Found]):
                 self.end_one()
             else:
                 self.advance(lookup)
-        if contact in self._slow:
-            self._waiting.setdefault(contact, []).extend(self._slow.pop(contact))
 
     def on_failed(self, request: SentRequest[Lookup]) -> None:
-        """Leave the peer out, also for the keys that would have asked it."""
-        also = self._slow.pop(request.contact, ())
-        self._go_on((*request.parts, *also), Lookup.on_failed, request.contact)
+        """Leave the peer out."""
+        self._go_on(request.parts, Lookup.on_failed, request.contact)
 
     def on_slow(self, request: SentRequest[Lookup]) -> None:
         """Ask others beside a peer that is slow."""
@@ -529,7 +523,7 @@ class Search(Requests[Lookup, Found]):
 # --- before a key counts as missing ---
 
 
-async def ask_failed(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
+async def ask_failed_of_late(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
     """Ask those near keys that were not found that failed of late, and may be back.
 
     A machine that stood still for a moment takes the living for dead.
@@ -540,7 +534,7 @@ async def ask_failed(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
             by_peer.setdefault(contact, []).append(lookup)
 
     async def ask(contact: Contact, some: Sequence[Lookup]) -> None:
-        found = await protocol.call_find(contact, [Want(lookup.key) for lookup in some])
+        found = await protocol.call_find(contact, [wire.Want(lookup.key) for lookup in some])
         for lookup, finding in zip(some, found.findings, strict=True):
             if believed := protocol.believed(lookup.key, finding.slots):
                 lookup.on_value(contact, believed)
@@ -574,8 +568,8 @@ def cache_found(protocol: DHTProtocol, lookup: Lookup, slots: Sequence[Slot]) ->
     """Keep what was found here, and where the next one to look for it passes by."""
     protocol.records.cache.store(lookup.key, slots, protocol.wall_s())
     for contact in lookup.passed_by()[: protocol.settings.cache_nearest]:
-        if sum(map(size_of, slots)) <= MAX_STORE_BYTES:
-            items = [Item(lookup.key, list(slots))]
+        if sum(map(wire.size_of, slots)) <= wire.MAX_STORE_BYTES:
+            items = [wire.Item(lookup.key, list(slots))]
             protocol.start_soon(protocol.call_store(contact, items, is_cache=True), "dht caching")
 
 
@@ -593,7 +587,7 @@ def mark_absent(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:
 def in_parts(by_peer: dict[Contact, list[T]], call: Callable[[Contact, list[T]], U]) -> list[U]:
     """Calls to peers, with as many keys in each as fit into a request."""
     return [
-        call(contact, some[start : start + MAX_WANTS])
+        call(contact, some[start : start + wire.MAX_WANTS])
         for contact, some in by_peer.items()
-        for start in range(0, len(some), MAX_WANTS)
+        for start in range(0, len(some), wire.MAX_WANTS)
     ]

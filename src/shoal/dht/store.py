@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from shoal.core import Deadline, UsageError
 from shoal.core.identity import Identity
+from shoal.dht import wire
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import (
     PLAIN,
@@ -26,21 +27,7 @@ from shoal.dht.records import (
     sign_many,
 )
 from shoal.dht.search import Lookup, Requests, SentRequest, look_up
-from shoal.dht.wire import (
-    ITEM_BYTES,
-    MAX_STORE_BYTES,
-    REACH_SHIFT,
-    Contact,
-    Item,
-    LookupKind,
-    StoreAnswer,
-    in_groups,
-    named,
-    number_of,
-    reach_of,
-    size_of,
-    tag_of,
-)
+from shoal.dht.wire import Contact, Item
 
 _CONFIRMED = 1  # peers that must have answered before storing begins
 _MAX_TRIED = 8  # times the number of replicas: peers that are asked to keep a slot, at most
@@ -83,16 +70,18 @@ async def store_slots(
         verdicts.append([Verdict.TOO_LARGE] if is_too_large else [])
         if not is_too_large:
             by_key.setdefault(key, []).append(index)
-    lookups = [Lookup(key, LookupKind.PEERS, _CONFIRMED) for key in by_key]
+    lookups = [Lookup(key, wire.LookupKind.PEERS, _CONFIRMED) for key in by_key]
     await look_up(protocol, lookups, deadline)
     doubtful = [index for index, lookup in enumerate(lookups) if lookup.has_silent]
     for index in doubtful:
-        lookups[index] = Lookup(lookups[index].key, LookupKind.PEERS, settings.beam)
+        lookups[index] = Lookup(lookups[index].key, wire.LookupKind.PEERS, settings.beam)
     await look_up(protocol, [lookups[index] for index in doubtful], deadline)
     pending = []
     for lookup, indexes in zip(lookups, by_key.values(), strict=True):
         near = _near(protocol, lookup)
-        for some in in_groups(indexes, lambda index: size_of(slots[index][1]), MAX_STORE_BYTES - ITEM_BYTES):
+        for some in wire.in_groups(
+            indexes, lambda index: wire.size_of(slots[index][1]), wire.MAX_STORE_BYTES - wire.ITEM_BYTES
+        ):
             part = PendingStore(lookup.key, [slots[index][1] for index in some], near, settings.num_replicas)
             for index, verdict in zip(some, part.verdicts, strict=True):
                 verdicts[index] = verdict
@@ -139,10 +128,10 @@ class PendingStore:
         self, key: bytes, slots: list[Slot], near: Sequence[tuple[int, Contact | None]], num_replicas: int
     ) -> None:
         self.item = Item(key, slots)
-        self.size_bytes = ITEM_BYTES + sum(map(size_of, slots))
+        self.size_bytes = wire.ITEM_BYTES + sum(map(wire.size_of, slots))
         self._asking_item: Item | None = None
         """The same, with the question who else is near; None when the replicas have changed."""
-        self.number = number_of(key)
+        self.number = wire.number_of(key)
         self.candidates = list(reversed(near))
         """Distance of whom to send it to, nearest last; None is this peer."""
         self.replicas: dict[bytes, int] = {}
@@ -179,8 +168,8 @@ class PendingStore:
             self._asking_item = self.item
             distances = sorted(self.replicas.values())
             if len(distances) >= self.num_replicas:
-                known = b"".join(tag_of(packed) for packed in self.replicas if packed)
-                reach = reach_of(distances[self.num_replicas - 1])
+                known = b"".join(wire.tag_of(packed) for packed in self.replicas if packed)
+                reach = wire.reach_of(distances[self.num_replicas - 1])
                 self._asking_item = Item(self.item.key, self.item.slots, reach, known)
         return self._asking_item
 
@@ -189,13 +178,13 @@ class PendingStore:
         distance = contact.number ^ self.number
         if contact.packed in self.tried or any(contact == other for _, other in self.candidates):
             return
-        if distance >> REACH_SHIFT < self.asking_item().reach:
+        if distance >> wire.REACH_SHIFT < self.asking_item().reach:
             self.candidates.append((distance, contact))
             self.candidates.sort(key=lambda pair: -pair[0])
             self.num_wanted += 1
 
 
-class Storing(Requests[PendingStore, StoreAnswer]):
+class Storing(Requests[PendingStore, wire.StoreAnswer]):
     """One batch of slots being stored."""
 
     def __init__(self, protocol: DHTProtocol) -> None:
@@ -225,27 +214,26 @@ class Storing(Requests[PendingStore, StoreAnswer]):
 
     def take(self, contact: Contact, waiting: list[PendingStore]) -> list[PendingStore]:
         """As many as fit into a datagram."""
-        taken = next(in_groups(waiting, lambda part: part.size_bytes, MAX_STORE_BYTES))
+        taken = next(wire.in_groups(waiting, lambda part: part.size_bytes, wire.MAX_STORE_BYTES))
         if len(taken) < len(waiting):
             self._waiting[contact] = waiting[len(taken) :]
         return taken
 
-    async def call(self, request: SentRequest[PendingStore]) -> StoreAnswer:
+    async def call(self, request: SentRequest[PendingStore]) -> wire.StoreAnswer:
         """Send slots to one peer."""
         items = [part.asking_item() for part in request.parts]
         return await self._protocol.call_store(request.contact, items)
 
-    def on_answer(self, request: SentRequest[PendingStore], answer: StoreAnswer) -> None:
+    def on_answer(self, request: SentRequest[PendingStore], answer: wire.StoreAnswer) -> None:
         """Take in the verdicts, and the peers that should have the slots as well."""
         codes = iter(answer.verdicts)
         nearer = self._protocol.read_contacts(answer.contacts, request.contact.peer.address)
         for index, part in enumerate(request.parts):
             for verdicts in part.verdicts:
                 verdicts.append(Verdict(next(codes)))
-            for contact in named(nearer, answer.near[index]) if index < len(answer.near) else ():
+            for contact in wire.named(nearer, answer.near[index]) if index < len(answer.near) else ():
                 part.add(contact)
             self._end(part, request)
-        self._slow.pop(request.contact, None)
 
     def on_failed(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots, unless that was begun when this one was slow."""
@@ -253,7 +241,6 @@ class Storing(Requests[PendingStore, StoreAnswer]):
             if not request.is_slow:
                 part.on_gone(request.contact)
             self._end(part, request)
-        self._slow.pop(request.contact, None)
 
     def on_slow(self, request: SentRequest[PendingStore]) -> None:
         """Find other peers to hold the slots."""

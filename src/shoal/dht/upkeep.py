@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from shoal.core import Deadline, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
+from shoal.core.limits import FailureBackoff
 from shoal.dht.join import Joining, SplitCheck
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.replication import Replicator, Work
@@ -30,6 +31,7 @@ _NEWCOMER_S = 1.0  # after meeting one: others may come with it
 _PINGS_AT_ONCE = 8
 _CONTACT_TURNS = 1.5  # of `refresh_s`, in which every contact is pinged: sessions with them stay
 _STRANGER_TURNS = 0.25
+_ALONE = "having nobody"
 _BUCKET_TURNS = 20  # in `refresh_s`, so that not all buckets are refreshed at once
 
 
@@ -58,9 +60,8 @@ class Upkeep:
         self._began_s = self._looked_s = 0.0
         self._was_stopped = False
         self._clock_gap_s = 0.0
-        self._rejoin_s = 0.0
-        self._alone_s = LOOK_S
-        """How long to wait before the next attempt to join, having nobody."""
+        self._rejoining = FailureBackoff(LOOK_S, protocol.settings.check_s)
+        """Attempts to join, having nobody, are made less and less often."""
         self._pinged = -1
         """The id of the contact that was pinged last in turn; others have theirs after it."""
         self.num_rejoins = 0
@@ -144,12 +145,12 @@ class Upkeep:
             log.info("This peer was away: it joins the swarm again.")
             return self._rejoin()
         if len(self._protocol.table):
-            self._alone_s = LOOK_S
+            self._rejoining.answered(_ALONE)
             return None
-        if now_s < self._rejoin_s or not (self._joining.addresses or self._joining.known.peers):
+        has_addresses = self._joining.addresses or self._joining.known.peers
+        if self._rejoining.is_paused(_ALONE, now_s) or not has_addresses:
             return None
-        self._rejoin_s = now_s + self._alone_s
-        self._alone_s = min(2 * self._alone_s, self._protocol.settings.check_s)
+        self._rejoining.failed(_ALONE, now_s)
         return self._rejoin()
 
     async def _rejoin(self) -> None:
@@ -214,5 +215,5 @@ class Upkeep:
         for session in tuple(datagrams.sessions.values()):
             turns = _CONTACT_TURNS if session.peer.address in contacts else _STRANGER_TURNS
             is_unused = protocol.now_s() - session.used_at_s > turns * refresh_s
-            if session.is_settled and not session.num_open and is_unused:
+            if session.is_established and not session.num_open and is_unused:
                 datagrams.drop(session, "nothing was heard of it for a long time.")

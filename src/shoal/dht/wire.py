@@ -17,10 +17,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from shoal.core import Address, Peer, PeerId, UsageError
-from shoal.core.ids import ID_BYTES
+from shoal.core.ids import ID_BYTES, is_loopback
 from shoal.dht.records import Slot
 from shoal.transport.network.sockets import Network, unreachable
-from shoal.transport.trust.membership import is_loopback
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ import msgspec
 
 from shoal._version import __version__
 from shoal.core import Address
+from shoal.core.ids import is_loopback
 from shoal.doctor.checks import CheckResult, fail, ok, warn
 from shoal.doctor.joining import CLOCK_FAIL_S, CLOCK_WARN_S, JoinFacts, any_host, date, duration
 from shoal.transport.frames import VERSION
 from shoal.transport.introductions import Attempt, Introduction, Way
 from shoal.transport.network.sockets import is_wildcard
-from shoal.transport.trust.membership import is_loopback
 
 ROWS = (
     "TCP to peer",

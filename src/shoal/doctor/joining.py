@@ -23,6 +23,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
 from shoal.core import Address, Deadline, PeerId, ShoalError, UsageError, fanout
+from shoal.core.ids import is_loopback
 from shoal.transport import introductions
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.frames import HEADER, MAGIC
@@ -40,7 +41,7 @@ from shoal.transport.introductions import (
     read_answer,
 )
 from shoal.transport.network.sockets import Network, SocketNetwork
-from shoal.transport.trust.membership import Membership, is_loopback
+from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 from shoal.transport.trust.tls import AUTHORITY_NAME, VALID_BEFORE_S, Authority
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shoal.core import Address, Deadline, Peer, PeerId, UsageError
 from shoal.core.ids import ID_BYTES
-from shoal.dht.records import Entry, Stored, Value, Verdict, holder_of, reserved
+from shoal.dht.records import Entry, Stored, Value, Verdict, owner_of_subkey, reserved
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
@@ -330,7 +330,7 @@ def _address_of(uid: ExpertUid, found: Value | None) -> ExpertAddress | None:
     signed: dict[PeerId, Value] = {}
     unsigned: dict[PeerId, Value] = {}
     for subkey, slot in found.value.items():
-        server = holder_of(subkey)
+        server = owner_of_subkey(subkey)
         if server is not None and slot.owner == server:
             signed[server] = slot
         elif isinstance(subkey, bytes) and len(subkey) == ID_BYTES:

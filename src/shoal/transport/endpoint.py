@@ -93,15 +93,9 @@ class Endpoint(Answers):
             else:
                 self.addresses.append(bound)
                 return bound
-        reason = (clash.cause or clash.what) if clash is not None else ""
-        if address.port:
-            raise UsageError(
-                f"Cannot listen on {address}: datagrams can, streams cannot.",
-                cause=reason,
-                next_step="choose another port, or 0 for one that is free for both.",
-            ) from clash
+        why = "datagrams can, streams cannot" if address.port else "no port was free for both"
         raise UsageError(
-            f"Cannot listen on {address}: no port was free for both datagrams and streams.",
-            cause=reason,
-            next_step="give a port that nobody uses.",
+            f"Cannot listen on {address}: {why}.",
+            cause=(clash.cause or clash.what) if clash is not None else "",
+            next_step="choose a port that nobody uses, or 0 for one that is free for both.",
         ) from clash

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, ProtocolError, UsageError
+from shoal.core.limits import RateLimiter
 from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_MAX_LINES = 10
-_LINES_S = 1.0
+_MAX_LINES_A_S = 10
 _MAX_TEXT = 500
 
 
@@ -188,22 +188,18 @@ class Complaints:
     def __init__(self, log: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
         self._log = log
         self._clock = clock
-        self._since_s = clock.now_s()
-        self._num_lines = 0
+        self._lines = RateLimiter(_MAX_LINES_A_S, _MAX_LINES_A_S)
         self._num_left_out = 0
         self._lock = threading.Lock()
 
     def add(self, what: str, peer: Peer, why: str) -> None:
         """Say what was done to whom, and why."""
         with self._lock:
-            now_s = self._clock.now_s()
-            if now_s - self._since_s >= _LINES_S:
-                self._summarize()
-                self._since_s, self._num_lines = now_s, 0
-            if self._num_lines >= _MAX_LINES:
+            num_lines = 2 if self._num_left_out else 1  # one says how many were left out
+            if self._lines.take(None, num_lines, self._clock.now_s()):
                 self._num_left_out += 1
                 return
-            self._num_lines += 1
+            self._summarize()
         # what a stranger sent may be part of it: it must not look like further lines of the log
         self._log.warning("%s (%s): %s", what, peer, visible_line(why[:_MAX_TEXT])[:_MAX_TEXT])
 

@@ -259,7 +259,8 @@ def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> lis
     if given is None:
         return pool.copy_in(head.sizes, body)
     views = memory_for(head, given, pool)
-    fill(views, body)
+    if views:
+        fill(views, body)
     return views
 
 

@@ -103,7 +103,7 @@ def test_without_profile_and_script_nothing_happens_to_anybody():
     assert not made.is_dead(A)
     assert not made.concern_line(A)
     clock = ManualClock()
-    assert made.clock_for(A, clock) is clock
+    assert made.clock_for(lambda: A, clock) is clock
     made.step(3)
     assert loop.timers == []
 
@@ -381,11 +381,12 @@ def test_skew():
         NAMES + "kind = 'skew'\nat_s = 1\nfor_s = 10\npeer = 'a'\noffset_s = 60\ndrift = 0.1"
     )
     clock = ManualClock()
-    skewed, right = made.clock_for(A, clock), made.clock_for(B, clock)
-    assert right is clock
+    skewed, right = made.clock_for(lambda: A, clock), made.clock_for(lambda: B, clock)
+    nobody = made.clock_for(lambda: None, clock)
     assert skewed.wall_s() == clock.wall_s()
     loop.run_until(1)
     assert skewed.wall_s() - clock.wall_s() == pytest.approx(60)
+    assert right.wall_s() == nobody.wall_s() == clock.wall_s()
     loop.run_until(6)
     assert skewed.wall_s() - clock.wall_s() == pytest.approx(60.5)
     assert skewed.now_s() == clock.now_s()

@@ -41,10 +41,10 @@ from shoal.experts.server.publishing import Publishing
 from shoal.experts.server.replicas import Replicas
 from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
+from shoal.report.pages import Page, PageServer, Site
 from shoal.report.units import digits
 from shoal.transport import Endpoint, Limits, Membership
 from shoal.transport.limits import GIB, MIB
-from shoal.transport.pages import Page, PageServer, Site
 
 log = logging.getLogger(__name__)
 

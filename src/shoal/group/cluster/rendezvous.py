@@ -27,10 +27,10 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
+from shoal.core.ids import is_loopback
 from shoal.core.placement import torchrun_attempt
 from shoal.core.processes import boot_id, network_of, own_addresses
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE, EncryptChoice
-from shoal.transport.trust.membership import is_loopback
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

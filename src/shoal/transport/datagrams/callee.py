@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.core import (
-    DeadlineExceeded,
-    LimitExceeded,
-    Peer,
-    PeerBusy,
-    ShoalError,
-    UsageError,
-)
+from shoal.core import DeadlineExceeded, LimitExceeded, Peer, PeerBusy, ShoalError, UsageError
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.sessions import Session, peer_at
 from shoal.transport.datagrams.wire import SocketAddress
@@ -79,7 +72,7 @@ class CalleeSession(Session):
         """Calls before this one are of no interest to their caller."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_established(self) -> bool:
         """Whether both sides know each other, and where."""
         return self.is_proven and self.is_open
 

@@ -88,7 +88,7 @@ class PendingDatagram(msgspec.Struct, eq=False):
     num_sends: int = 1
     is_in_window: bool = True
     """Whether it takes a slot in the window of unanswered requests."""
-    is_settled: bool = False
+    has_outcome: bool = False
     is_working: bool = False
     quiet_until_s: float = 0.0
     """Not to be sent again before this: its handler is at it."""
@@ -135,7 +135,7 @@ class CallerSession(Session):
         self._next_id = 1
 
     @property
-    def is_settled(self) -> bool:
+    def is_established(self) -> bool:
         """Whether both sides know each other."""
         return self.state in (CallerState.READY, CallerState.RETIRED)
 
@@ -231,7 +231,7 @@ class CallerSession(Session):
             return
         if call.is_in_window:
             self._leave_window(call)
-        if not call.is_settled and self.is_settled:
+        if not call.has_outcome and self.is_established:
             self.queue(encode(wire.Cancel(call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
@@ -250,7 +250,7 @@ class CallerSession(Session):
             return
         if call.is_in_window:
             self._leave_window(call)
-        if self.is_settled:
+        if self.is_established:
             if not call.is_working:
                 self.round_trips.missed(call.wait_s)
             call.num_sends += 1
@@ -310,9 +310,9 @@ class CallerSession(Session):
         if isinstance(frame, wire.AnswerFrame):
             if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
                 self.round_trips.observe((self.heard_at_s or 0.0) - call.sent_at_s)
-            self._settle(call, frame)
+            self._finish(call, frame)
         elif isinstance(frame, wire.Failure):
-            self._settle(call, frame)
+            self._finish(call, frame)
         elif isinstance(frame, wire.AnswerPart):
             self._on_part(call, frame)
         elif isinstance(frame, wire.Working):
@@ -320,7 +320,7 @@ class CallerSession(Session):
             call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
             call.quiet_until_s = self.transport.loop.time() + call.wait_s
         else:
-            call.is_settled = True
+            call.has_outcome = True
             call.answer.set_exception(AskOverStream(frame.size_bytes))
 
     def _on_part(self, call: PendingDatagram, frame: wire.AnswerPart) -> None:
@@ -333,14 +333,14 @@ class CallerSession(Session):
         arrived = [part for part in call.parts if part is not None]
         if len(arrived) == frame.num_parts:
             try:
-                self._settle(call, wire.decode_answer(b"".join(arrived)))
+                self._finish(call, wire.decode_answer(b"".join(arrived)))
             except UnreadablePacket as error:
-                call.is_settled = True
+                call.has_outcome = True
                 call.answer.set_exception(self._unreadable(call, error))
 
-    def _settle(self, call: PendingDatagram, outcome: wire.AnswerFrame | wire.Failure) -> None:
+    def _finish(self, call: PendingDatagram, outcome: wire.AnswerFrame | wire.Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
-        call.is_settled = True
+        call.has_outcome = True
         if isinstance(outcome, wire.Failure):
             why = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
             call.answer.set_exception(from_wire(why, self.peer, call.method))

@@ -5,8 +5,10 @@ one failed decryption; the signature, with the peer's own key, tells who greets.
 Diffie-Hellman exchange besides the secret: a member that knows the secret still cannot read or forge what two
 others say.
 
-A stranger is answered with one packet, never larger than what it sent, and is remembered only in lists of
-bounded length. Whoever has proven its address cannot be pushed out of its session by anybody who has not.
+A hello that was recorded and is sent again is refused by its time (`_untimely`), or was answered before and
+gets that answer once more, at few addresses (`_is_repeated`). A stranger is answered with one packet, never
+larger than what it sent, and is remembered only in lists of bounded length. Whoever has proven its address
+cannot be pushed out of its session by anybody who has not.
 """
 
 from __future__ import annotations

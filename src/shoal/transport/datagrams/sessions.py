@@ -2,7 +2,7 @@
 
 A session goes one way: one side calls (`caller`), the other answers (`callee`). Two peers that call each
 other have two. Both directions have a key of their own and count their packets; a packet that comes twice is
-refused.
+refused (`Session.read`, by `ReplayWindow`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Session:
         return len(self.calls)
 
     @property
-    def is_settled(self) -> bool:
+    def is_established(self) -> bool:
         """Whether both sides know each other, and where."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Session:
 
     def leave(self, reason: str, code: str = wire.LEFT) -> None:
         """Tell the other side that this one ends the session."""
-        if self.is_settled:
+        if self.is_established:
             for _ in range(_GOODBYES):
                 self.queue(encode(wire.Goodbye(reason, code)))
                 self.flush()
@@ -193,7 +193,7 @@ def peer_at(where: SocketAddress) -> Peer:
 
 
 class BareSeal:
-    """No protection: for loopback, simulated networks, and those who want none."""
+    """No protection, against replays neither: for loopback, simulated networks, and those who want none."""
 
     def seal(self, header: bytes, content: bytes) -> bytes:
         """Makes the packet to send."""

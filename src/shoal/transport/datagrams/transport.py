@@ -22,6 +22,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.ids import is_loopback
 from shoal.core.limits import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
@@ -50,7 +51,7 @@ from shoal.transport.messages import (
     encode_head,
 )
 from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
-from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
+from shoal.transport.trust.membership import Membership, check_may_listen
 
 if TYPE_CHECKING:
     from shoal.transport.streams.transport import StreamTransport
@@ -462,7 +463,9 @@ class DatagramTransport(Transport):
         max_sessions = SESSIONS_A_CONNECTION * self.limits.max_connections + len(self.handshakes.unproven)
         if len(self.sessions) <= max_sessions:
             return True
-        idle = [session for session in self.sessions.values() if session.is_settled and not session.num_open]
+        idle = [
+            session for session in self.sessions.values() if session.is_established and not session.num_open
+        ]
         idle.sort(key=lambda session: session.used_at_s)
         for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
             self.drop(session, "it was not used for a long time.")

@@ -147,14 +147,23 @@ class Conditions:
             for event in self._events()
         )
 
-    def clock_for(self, address: Address, clock: Clock) -> Clock:
-        """The clock that this peer sees: its wall time may be wrong, its waits never are."""
-        skews = [
-            event
+    def clock_for(self, where: Callable[[], Address | None], clock: Clock) -> Clock:
+        """The clock that the peer there sees: its wall time may be wrong, its waits never are.
+
+        `where` is looked at whenever the clock is, since a peer may be known by another address than before.
+        """
+        is_skewed = any(isinstance(event.fault, faults.Skew) for event in self._events())
+        return _SkewedClock(self, where, clock) if is_skewed else clock
+
+    def clock_error_s(self, address: Address) -> float:
+        """How far the script lets a peer's wall clock be ahead now."""
+        return sum(
+            event.fault.offset_s + event.fault.drift * (self.now_s() - event.began_s)
             for event in self._events()
-            if isinstance(event.fault, faults.Skew) and event.concerns(self._names(address))
-        ]
-        return _SkewedClock(self, clock, skews) if skews else clock
+            if isinstance(event.fault, faults.Skew)
+            and event.is_active
+            and event.concerns(self._names(address))
+        )
 
     def now_s(self) -> float:
         """The seconds since the script's time began."""
@@ -315,7 +324,7 @@ class FaultyLink(WayLink):
         self._version = -1
         self._was_cut = False
         per_byte_s = 0.0 if self._way is None else self._way.per_byte_s
-        self._unhurt = self._sample_s, self._jitter_s, self._loss, per_byte_s
+        self._without_faults = self._sample_s, self._jitter_s, self._loss, per_byte_s
 
     def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
         """For bytes that must arrive; held up while the link is cut or one end is paused."""
@@ -363,11 +372,11 @@ class FaultyLink(WayLink):
             conditions.catch_up(now_s)
         if self._version != conditions.version:
             self._version = conditions.version
-            self._feel(conditions.effects_on(*self._ends))
+            self._apply(conditions.effects_on(*self._ends))
         return self._effects
 
-    def _feel(self, effects: Effects) -> None:
-        sample_s, jitter_s, loss, per_byte_s = self._unhurt
+    def _apply(self, effects: Effects) -> None:
+        sample_s, jitter_s, loss, per_byte_s = self._without_faults
         factor = effects.factor
         self._sample_s = sample_s if factor == 1 else lambda uniform: factor * sample_s(uniform)
         self._jitter_s = factor * jitter_s
@@ -403,19 +412,14 @@ def _register(table: dict[object, T], entry: T) -> Callable[[], None]:
 class _SkewedClock:
     """A clock that goes wrong while the script says so."""
 
-    def __init__(self, conditions: Conditions, clock: Clock, skews: list[Event]) -> None:
+    def __init__(self, conditions: Conditions, where: Callable[[], Address | None], clock: Clock) -> None:
         self._conditions = conditions
+        self._where = where
         self._clock = clock
-        self._skews = skews
 
     def now_s(self) -> float:
         return self._clock.now_s()
 
     def wall_s(self) -> float:
-        now_s = self._conditions.now_s()
-        error_s = sum(
-            event.fault.offset_s + event.fault.drift * (now_s - event.began_s)
-            for event in self._skews
-            if isinstance(event.fault, faults.Skew) and event.is_active
-        )
-        return self._clock.wall_s() + error_s
+        here = self._where()
+        return self._clock.wall_s() + (self._conditions.clock_error_s(here) if here is not None else 0.0)

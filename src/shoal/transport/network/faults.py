@@ -313,7 +313,7 @@ class Schedule:
         for name, pattern in script.peers.items():
             self._names.setdefault(pattern, []).append(name)
         self.events = [
-            Event(fault, _settle(fault, list(script.peers), seed, index))
+            Event(fault, _pick_peers(fault, list(script.peers), seed, index))
             for index, fault in enumerate(script.fault)
             if fault.chance > Draws(seed, "chance", str(index)).uniform()
         ]
@@ -331,7 +331,7 @@ class Schedule:
         return any(changes)
 
 
-def _settle(fault: AnyFault, everybody: list[str], seed: int, index: int) -> list[list[str]]:
+def _pick_peers(fault: AnyFault, everybody: list[str], seed: int, index: int) -> list[list[str]]:
     if fault.count is None or isinstance(fault, JoinWorld):
         return fault.groups()
     choice = random.Random(digest_of(seed, "count", str(index)))

@@ -78,8 +78,9 @@ class MemoryHost(Network):
         digest = hashlib.blake2b(f"{network.seed} {name}".encode(), digest_size=16).digest()
         self.random = random.Random(int.from_bytes(digest, "big"))
         self.clock: Clock = running_clock()
+        if network.conditions is not None:
+            self.clock = network.conditions.clock_for(lambda: self.address, self.clock)
         self._network = network
-        self._own_clock = self.clock
         self._num_ports = 0
         self._num_origins = 0
         self._has_address = False
@@ -87,9 +88,9 @@ class MemoryHost(Network):
         self._listeners: dict[int, MemoryListener] = {}
         self._datagrams: dict[int, MemoryDatagrams] = {}
         self._streams: dict[MemoryStream, None] = {}
-        self._settle(self.address)
+        self._be_known_as(self.address)
 
-    def _settle(self, address: Address) -> None:
+    def _be_known_as(self, address: Address) -> None:
         """Be known to the conditions by this address."""
         self.address = address
         self._network.links.clear()
@@ -97,7 +98,6 @@ class MemoryHost(Network):
             if self._stop_watching is not None:
                 self._stop_watching()
             conditions.start()
-            self.clock = conditions.clock_for(address, self._own_clock)
             self._stop_watching = conditions.on_kill(address, self.kill)
 
     # --- streams ---
@@ -232,7 +232,7 @@ class MemoryHost(Network):
         if not self._has_address:
             self._has_address = True
             if port != self.address.port:
-                self._settle(Address(self.name, port))
+                self._be_known_as(Address(self.name, port))
         return port
 
     def _check_alive(self) -> None:
@@ -335,8 +335,7 @@ class MemoryStream(asyncio.Transport):
     def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
         super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
         self._loop = loop
-        self.protocol: asyncio.BaseProtocol | None = None
-        self._buffered: asyncio.BufferedProtocol | None = None
+        self.protocol: asyncio.BufferedProtocol | None = None
         self._outgoing: Pipe
         self._incoming: Pipe
         self._other: MemoryStream
@@ -361,12 +360,11 @@ class MemoryStream(asyncio.Transport):
         self._on_lost = on_lost
         self._incoming.pause()
 
-    def attach(self, protocol: asyncio.BaseProtocol) -> None:
+    def attach(self, protocol: asyncio.BufferedProtocol) -> None:
         """Have a protocol speak; ConnectionResetError when the stream has ended meanwhile."""
         if self._is_closing:
             raise ConnectionResetError("the stream was closed before it was served")
         self.protocol = protocol
-        self._buffered = protocol if isinstance(protocol, asyncio.BufferedProtocol) else None
         protocol.connection_made(self)
         if not self._is_reading_paused:
             self._incoming.resume()
@@ -433,10 +431,7 @@ class MemoryStream(asyncio.Transport):
 
     def abort(self) -> None:
         """End it now and drop what has not left."""
-        if not self._is_lost:
-            self._is_closing = True
-            self._reset_other(is_cutting=True)
-            self._loop.call_soon(self._lose, None)
+        self._end(None)
 
     def reset(self) -> None:
         """End this side, because the other end is gone."""
@@ -447,25 +442,21 @@ class MemoryStream(asyncio.Transport):
 
     def kill(self) -> None:
         """Lose the host: the other end hears of it after all that has left, when the link lets it through."""
-        if not self._is_lost:
-            self._is_closing = True
-            self._reset_other(is_cutting=True)
-            self._lose(ConnectionAbortedError("this host was killed"))
+        self._end(ConnectionAbortedError("this host was killed"), is_soon=False)
 
     # --- what the pipes tell ---
 
     def _receive(self, data: bytes) -> None:
-        if self._is_closing:
+        protocol = self.protocol
+        if self._is_closing or protocol is None:
             if self._is_lost:
                 self._reset_other(is_cutting=False)
             return
         try:
-            if self._buffered is not None:
-                self._fill(self._buffered, data)
-            else:
-                cast("asyncio.Protocol", self.protocol).data_received(data)
-        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
-            self._fail(error)
+            self._fill(protocol, data)
+        except Exception as error:
+            log.exception("a protocol failed in memory")  # which ends its stream, not the loop
+            self._end(error)
 
     def _fill(self, protocol: asyncio.BufferedProtocol, data: bytes) -> None:
         """Copy into the protocol's own memory."""
@@ -502,9 +493,10 @@ class MemoryStream(asyncio.Transport):
             self.close()
             return
         try:
-            keeps_open = cast("asyncio.Protocol", self.protocol).eof_received()
-        except Exception as error:  # noqa: BLE001 - a protocol's failure ends its stream, not the loop
-            self._fail(error)
+            keeps_open = self.protocol.eof_received()
+        except Exception as error:
+            log.exception("a protocol failed in memory")
+            self._end(error)
             return
         if not keeps_open:
             self.close()
@@ -533,18 +525,23 @@ class MemoryStream(asyncio.Transport):
             send = self._outgoing.cut if is_cutting else self._outgoing.push_eof
             send(self._other.reset)
 
-    def _fail(self, error: Exception) -> None:
-        log.error("a protocol failed in memory", exc_info=error)
+    def _end(self, error: Exception | None, *, is_soon: bool = True) -> None:
+        """Drop what has not left, and reset the other end."""
+        if self._is_lost:
+            return
         self._is_closing = True
         self._reset_other(is_cutting=True)
-        self._loop.call_soon(self._lose, error)
+        if is_soon:
+            self._loop.call_soon(self._lose, error)
+        else:
+            self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
         if self._is_lost:
             return
         self._is_lost = True
         self._unread = b""
-        protocol, self.protocol, self._buffered = self.protocol, None, None
+        protocol, self.protocol = self.protocol, None
         if self._on_lost is not None:
             self._on_lost()
         if protocol is not None:

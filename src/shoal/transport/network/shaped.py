@@ -77,7 +77,7 @@ class ShapedNetwork(Network):
         self.here = here
         self._is_here_named = here is not None
         self.random: random.Random = network.random
-        self.clock: Clock = _ClockHere(self)
+        self.clock: Clock = conditions.clock_for(lambda: self.here, network.clock)
         self._on_kill = on_kill
         self._owns_conditions = owns_conditions
         self._is_dead = False
@@ -122,7 +122,7 @@ class ShapedNetwork(Network):
         """Accept TCP connections there; UsageError when that cannot be."""
         timers = self._begin()
         listener = ShapedListener(await self.network.listen(address), timers.loop, self._listeners)
-        self._settle(listener.address)
+        self._be_known_as(listener.address)
         if self._is_dead:
             listener.kill()
         return listener
@@ -215,7 +215,7 @@ class ShapedNetwork(Network):
     def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address, *, is_named: bool) -> None:
         """They are in use now; `is_named`: at an address that others may know."""
         self._datagrams[datagrams] = None
-        self._settle(bound, is_named=is_named)
+        self._be_known_as(bound, is_named=is_named)
         if self._is_dead:
             datagrams.abort()
 
@@ -234,12 +234,12 @@ class ShapedNetwork(Network):
             timers = self._timers[loop] = PreciseTimers(loop)
         self.conditions.start(timers)
         if self.here is not None:
-            self._settle(self.here, is_named=self._is_here_named)
+            self._be_known_as(self.here, is_named=self._is_here_named)
         if self._is_dead:
             raise OSError(errno.ENETDOWN, "this peer was killed by the fault script")
         return timers
 
-    def _settle(self, address: Address, *, is_named: bool = True) -> None:
+    def _be_known_as(self, address: Address, *, is_named: bool = True) -> None:
         """Be known by an address, the first that has a name, and until then the first of all."""
         if self.here is None or (is_named and not self._is_here_named):
             self.here, self._is_here_named = address, is_named
@@ -266,25 +266,6 @@ class ShapedNetwork(Network):
     def _check_over(self) -> None:
         if not self._tunnels and not self._datagrams:
             self._on_all_over()
-
-
-class _ClockHere:
-    """The clock of this peer, as far as its address is known."""
-
-    def __init__(self, network: ShapedNetwork) -> None:
-        self._network = network
-        self._here: Address | None = None
-        self._clock = network.network.clock
-
-    def now_s(self) -> float:
-        return self._clock.now_s()
-
-    def wall_s(self) -> float:
-        network = self._network
-        if network.here != self._here and network.here is not None:
-            self._here = network.here
-            self._clock = network.conditions.clock_for(self._here, network.network.clock)
-        return self._clock.wall_s()
 
 
 def shaped(
@@ -491,12 +472,7 @@ class _End(asyncio.Protocol):
         self._is_reading = True
         self._descriptor = -1
         self.pipe = Pipe(
-            timers,
-            link,
-            self._deliver,
-            self._resume,
-            buffer_bytes=self._queue_bytes,
-            choice=choice,
+            timers, link, self._deliver, self._resume, buffer_bytes=self._queue_bytes, choice=choice
         )
 
     # --- what asyncio calls ---
@@ -508,11 +484,8 @@ class _End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         pipe, size_bytes = self.pipe, self._piece_bytes
-        if len(data) <= size_bytes:
-            pipe.push(data)
-        else:
-            for start in range(0, len(data), size_bytes):
-                pipe.push(data[start : start + size_bytes])
+        for start in range(0, len(data), size_bytes):
+            pipe.push(data[start : start + size_bytes])
         if self._is_reading and self.transport is not None and pipe.queued_bytes > self._queue_bytes:
             self._is_reading = False
             self.transport.pause_reading()

@@ -220,11 +220,7 @@ class SocketNetwork(Network):
 
 
 async def _carry(
-    connected: socket.socket,
-    protocol: asyncio.BufferedProtocol,
-    tls: Tls,
-    *,
-    is_server: bool,
+    connected: socket.socket, protocol: asyncio.BufferedProtocol, tls: Tls, *, is_server: bool
 ) -> None:
     """Join a protocol to a connected socket, which belongs to the loop from then on."""
     keep_in_children(connected.fileno())  # the loop may close it unseen; a protocol that has it says so again

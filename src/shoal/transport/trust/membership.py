@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import logging
 import math
 import ssl
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, Address, Clock, PeerId, ShoalError, UsageError
 from shoal.core.identity import Identity
+from shoal.core.ids import is_loopback
 from shoal.transport.trust.secret import SwarmSecret
 from shoal.transport.trust.tls import VALID_BEFORE_S, VALID_FOR_S, Authority, make_context
 
@@ -173,13 +172,3 @@ def check_may_listen(address: Address, membership: Membership | None, *, is_inse
             next_step="give a secret (--secret-file, SHOAL_SECRET; `shoal keys secret` makes one), listen on "
             "127.0.0.1, or say --insecure in a network that you trust.",
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own for itself."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"

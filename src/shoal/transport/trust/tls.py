@@ -145,18 +145,14 @@ async def carry(
         "ssl_shutdown_timeout": _SHUTDOWN_S,
     }
     guarded = _LoopForAiofastnet(loop, connected)
+    carrier: Any = fast or loop
+    target = () if fast is None else (guarded,)
     try:
         if is_server:
-            if fast is not None:
-                await fast.connect_accepted_socket(guarded, lambda: protocol, connected, **options)
-            else:
-                await loop.connect_accepted_socket(lambda: protocol, connected, **options)
+            await carrier.connect_accepted_socket(*target, lambda: protocol, connected, **options)
         else:
             options |= {"sock": connected, "server_hostname": _NO_NAME}
-            if fast is not None:
-                await fast.create_connection(guarded, lambda: protocol, **options)
-            else:
-                await loop.create_connection(lambda: protocol, **options)
+            await carrier.create_connection(*target, lambda: protocol, **options)
     except BaseException as error:
         guarded.give_up()
         connected.close()

@@ -4,8 +4,8 @@ import contextlib
 import pytest
 
 from shoal.core import Address
-from shoal.transport import pages
-from shoal.transport.pages import Page, PageServer, Site
+from shoal.report import pages
+from shoal.report.pages import Page, PageServer, Site
 
 LOCAL = Address("127.0.0.1", 0)
 

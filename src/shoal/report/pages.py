@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self, cast
 
 from shoal.core import Address, UsageError
-from shoal.transport.trust.membership import is_loopback
+from shoal.core.ids import is_loopback
 
 log = logging.getLogger(__name__)
 
