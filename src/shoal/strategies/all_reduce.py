@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import PeerLost, UsageError
 from shoal.group import Group, Handle
 from shoal.group.functions import announce
 from shoal.strategies.hooks import at_end_of_backward
@@ -289,7 +289,10 @@ class GradientRound:
         self._num_started += 1
 
     def _attempt_end(self, number: int) -> None:
-        self._session.attempt(partial(self._end, number))
+        try:
+            self._end(number)
+        except PeerLost as error:
+            self._session.go_on_without(error)
 
     def _end(self, number: int) -> None:
         """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
