@@ -23,6 +23,7 @@ import struct
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -298,8 +299,8 @@ class ControlPage:
         """The same words, as numbers of double precision."""
         self._left = words[LEFT::stride]
         self._verdicts = words[VERDICT::stride]
+        self._all_there = memoryview(array("q", [NOT_YET] * size))
         self._publications_at = _FACTORS_AT + MAX_AHEAD * 2 * size
-        self._all_there = [NOT_YET] * size
         self._told: list[dict[int, int]] = [dict.fromkeys(_IN_PIPES, 0) for _ in range(size)]
         """The counters that came through the pipe, by rank."""
 
@@ -346,7 +347,7 @@ class ControlPage:
 
     def is_complete(self) -> bool:
         """Tells whether nobody is gone, in one look: one at each rank takes longer than a whole count."""
-        return self._left.tolist() == self._all_there and self._verdicts.tolist() == self._all_there
+        return self._left == self._all_there and self._verdicts == self._all_there
 
     def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
         """Says what this worker's operation `seq` is."""
