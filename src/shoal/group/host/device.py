@@ -68,6 +68,9 @@ def open_device(device: torch.device) -> SharedDevice:
 class DeviceMemory(MappedMemory[Segment]):
     """One worker's memory on its GPU, and the mapped memory of all others; there is one GPU for a worker."""
 
+    queue: DeviceStream
+    """The stream in which operations follow each other: that of the last one; there once one was begun."""
+
     def __init__(self, group: HostGroup, engine: ProgressEngine, make: MakeDevice = open_device) -> None:
         super().__init__()
         self.is_one_device = True
@@ -75,21 +78,15 @@ class DeviceMemory(MappedMemory[Segment]):
         self._group = group
         self._engine = engine
         self._make = make
+        self._has_queue = False
         self._device: SharedDevice | None = None
         self._taken_bytes = 0
-        self._queue: DeviceStream | None = None
 
     @property
     def device(self) -> SharedDevice:
         """The GPU, once memory was taken on it."""
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
-
-    @property
-    def queue(self) -> DeviceStream:
-        """The stream in which operations follow each other: that of the last one."""
-        assert self._queue is not None, "no operation was begun yet"
-        return self._queue
 
     def join_queue(self) -> DeviceStream:
         """Lets operations go to the stream that fits the caller now, behind all that were begun before.
@@ -98,16 +95,20 @@ class DeviceMemory(MappedMemory[Segment]):
         work in two of them waits longer for its turn. Those with a GPU each use one beside the caller's.
         """
         stream = self.device.stream_of_group(is_shared=self.is_one_device)
-        if stream is not self._queue:
-            if self._queue is not None:
-                stream.follow(self.device.mark(self._queue))
-            self._queue = stream
+        if not self._has_queue:
+            self.queue, self._has_queue = stream, True
+        elif stream is not self.queue:
+            stream.follow(self.device.mark(self.queue))
+            self.queue = stream
         return stream
 
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
-        if self._queue is not None and self._queue is not self.device.caller:
-            self.device.caller.follow(self.device.mark(self._queue))
+        if self._has_queue:
+            device = self.device
+            caller = device.caller
+            if self.queue is not caller:
+                caller.follow(device.mark(self.queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -175,7 +176,7 @@ class DeviceMemory(MappedMemory[Segment]):
         if self._device is None:
             return lambda: True
         device = self._device
-        streams = [device.caller] if self._queue is None else [device.caller, self._queue]
+        streams = [device.caller, self.queue] if self._has_queue else [device.caller]
         marks = [device.mark(stream) for stream in streams]
         return lambda: all(device.is_reached(mark) for mark in marks)
 
@@ -326,6 +327,8 @@ class SharedDevice:
         self._streams: dict[int, DeviceStream] = {}
         self._registered: dict[int, tuple[int, int, torch.Tensor]] = {}
         """By the first address of registered memory: its end, how far off the GPU sees it, and the memory."""
+        self.seen: dict[int, int] = {}
+        """Where the GPU sees words that it has written or waited for: `seen_by_gpu` once found them."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies in its memory."""
@@ -419,6 +422,7 @@ class SharedDevice:
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Ends what `register` began."""
+        self.seen.clear()
         if self._registered.pop(memory.data_ptr(), None) is not None:
             self._driver.call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
@@ -435,7 +439,8 @@ class SharedDevice:
         """Finds where the GPU sees registered host memory."""
         for start, (end, offset, _) in self._registered.items():
             if start <= address < end:
-                return address + offset
+                seen = self.seen[address] = address + offset
+                return seen
         raise UsageError(f"{self.name} cannot reach the host memory at {address:#x}.")
 
     def _tensor(self, pointer: int, size_bytes: int, release: str) -> torch.Tensor:
@@ -473,11 +478,15 @@ class DeviceStream:
 
     def signal(self, address: int, value: int) -> None:
         """Lets it write a word of registered host memory when all before is done and visible to others."""
-        self._device.write_word(self._number, self._device.seen_by_gpu(address), value, _NO_FLAGS)
+        device = self._device
+        seen = device.seen.get(address) or device.seen_by_gpu(address)
+        device.write_word(self._number, seen, value, _NO_FLAGS)
 
     def wait(self, address: int, value: int) -> None:
         """Lets it wait until a word of registered host memory is `value` or more; no flag says so."""
-        self._device.wait_for_word(self._number, self._device.seen_by_gpu(address), value, _NO_FLAGS)
+        device = self._device
+        seen = device.seen.get(address) or device.seen_by_gpu(address)
+        device.wait_for_word(self._number, seen, value, _NO_FLAGS)
 
     def load(self, tensor: torch.Tensor, address: int) -> None:
         """Lets it fill a tensor from registered host memory, with what is there when it comes to it."""
