@@ -69,6 +69,10 @@ class FiniteCheck:
             self._checked = "never"
         self._is_looked_at_later = self._mode == "warn" and self._checked == "before the step"
         """Whether gradients are looked at when the step is over, which leaves them as they are."""
+        self.looks_before_step = self._checked != "never" and not self._is_looked_at_later
+        """Whether `before_step` has anything to do."""
+        self.is_hiding = False
+        """Whether gradients are hidden, and `after_optimizer` is due."""
         self._own: list[torch.Tensor] = []
         """Sums of the gradients that this worker has computed since the last step."""
         self._looks: list[tuple[int, Sequence[torch.Tensor]]] = []
@@ -95,10 +99,6 @@ class FiniteCheck:
 
     def before_step(self, step: int) -> None:
         """Looks at the final gradients. ShoalError with `stop`; with `skip` the optimizer finds none."""
-        if self._hidden:  # the step before has raised
-            self.after_optimizer()
-        if self._checked == "never" or self._is_looked_at_later:
-            return
         if self._session.is_void:
             # a GradScaler that has found an infinity leaves the step out: that is what it is there for
             self._own = []
@@ -107,14 +107,14 @@ class FiniteCheck:
 
     def after_optimizer(self) -> None:
         """Gives hidden gradients back: the optimizer has stepped, if it was to."""
-        if not self._hidden:
-            return
         hidden, self._hidden = self._hidden, []
+        self.is_hiding = False
         for parameter, gradient in zip(self._session.trainable, hidden, strict=False):
             parameter.grad = gradient
 
     def hide_gradients(self) -> None:
         """Leaves the optimizer nothing to do in the step that comes; afterwards they are there again."""
+        self.is_hiding = True
         self._hidden = [parameter.grad for parameter in self._session.trainable]
         for parameter in self._session.trainable:
             parameter.grad = None

@@ -120,6 +120,8 @@ class TrainingSession:
         self._has_own_rates = bool(options.warmup_steps or options.decay_every)
         self._divides_rates = strategy.hears("rate_divisor")
         self._acts_before_step = strategy.hears("before_step")
+        self._is_followed = False
+        """Whether steps are noted for `shoal top` or the launcher, or checkpoints are kept."""
         self._monitors = None if strategy.shares_gradients else strategy.gradient_monitors
         self._has_buffers = any(True for _ in model.buffers())
         self._should_copy_buffers = (
@@ -388,6 +390,7 @@ class TrainingSession:
             atexit.register(self._close_at_exit, os.getpid(), getattr(sys, "last_value", None))
         strategy.checkpoints.restore_random()
         strategy.status_reporter.opened(strategy.steps)
+        self._is_followed = strategy.checkpoints.folder is not None or strategy.status_reporter.is_open
 
     def restart(self) -> None:
         """Starts anew from a checkpoint that the strategy was told to load. Collective."""
@@ -642,7 +645,10 @@ class TrainingSession:
                 self.step_skipped()
             if self._counter is not None:
                 self._publish_step(self._counter)
-            self.finite.before_step(strategy.steps)
+            if self.finite.is_hiding:  # the step before has raised
+                self.finite.after_optimizer()
+            if self.finite.looks_before_step:
+                self.finite.before_step(strategy.steps)
             if self._monitors is not None:
                 self._monitors.observe_locally(self.group, self.trainable, is_skipped=self.is_left_out)
             try:
@@ -659,27 +665,22 @@ class TrainingSession:
 
     def step_ended(self) -> None:
         """Is called after the optimizer's step."""
-        if not self.is_alone:
+        strategy, elastic, steps = self.strategy, self.elastic, self.strategy.steps
+        if self.finite.is_hiding:
             self.finite.after_optimizer()
+        is_dropped = elastic is not None and elastic.error is not None  # the optimizer found no gradients
         with torch.set_grad_enabled(False):
-            if self.elastic is None:
-                self._end_step()
-                return
-            strategy, steps = self.strategy, self.strategy.steps
-            is_dropped = self.elastic.error is not None  # the optimizer found no gradients
             if not is_dropped:
                 try:
-                    self._end_step()
+                    if not self.is_alone:
+                        strategy.after_step(self)
+                    self._count_step()
                 except PeerLost as error:
                     self.go_on_without(error)
                     if strategy.steps == steps:
                         strategy.steps += 1  # the optimizer has made the step, though nobody could share it
-            self.elastic.step_ended(is_dropped=is_dropped)
-
-    def _end_step(self) -> None:
-        if not self.is_alone:
-            self.strategy.after_step(self)
-        self._count_step()
+            if elastic is not None:
+                elastic.step_ended(is_dropped=is_dropped)
 
     @torch.no_grad()
     def step_skipped(self) -> None:
@@ -744,8 +745,9 @@ class TrainingSession:
         if self._should_copy_buffers and not self.is_alone:
             copy_buffers(self.group, self.model)
         self.finite.after_step(strategy.steps - 1)
-        strategy.checkpoints.stepped(self)
-        strategy.status_reporter.stepped(strategy.steps)
+        if self._is_followed:
+            strategy.checkpoints.stepped(self)
+            strategy.status_reporter.stepped(strategy.steps)
 
     def refuse_foreign(self) -> None:
         """UsageError when something else shares this model among the same workers."""
