@@ -311,6 +311,16 @@ class GradientRound:
         self.is_open = False
         self.has_unshared = False
         self.has_shared = True
+        if unused:
+            self._take_means_of(unused)
+        if self._monitors is not None:
+            pairs = zip(self._buckets, self._squares, strict=True)
+            self._monitors.observe_buckets(
+                [(mean.views, square.views) for mean, square in pairs], num_members
+            )
+
+    def _take_means_of(self, unused: Sequence[nn.Parameter]) -> None:
+        """Gives parameters that had no gradient here the mean, where some member had one."""
         # all flags of a bucket at once: to look at one is to wait for a GPU
         flags = {
             bucket: bucket.flags.tolist()
@@ -320,11 +330,6 @@ class GradientRound:
             bucket, place = self._places[parameter]
             if flags[bucket][place] != 0:
                 parameter.grad = bucket.views[place]
-        if self._monitors is not None:
-            pairs = zip(self._buckets, self._squares, strict=True)
-            self._monitors.observe_buckets(
-                [(mean.views, square.views) for mean, square in pairs], num_members
-            )
 
     def _start_rest(self) -> list[nn.Parameter]:
         """Reduces what was not started, unused parameters included; gives those without any gradient."""

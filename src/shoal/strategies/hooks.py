@@ -73,7 +73,12 @@ class LoopHooks:
         self._model = session.model
         self._optimizer = session.optimizer
         self._trainable = session.trainable
-        self._hears_gradients = self._strategy.hears("gradient_ready")
+        self._hear: Callable[[torch.Tensor], None] | None = None
+        """Tells the strategy of a gradient; None where it does not listen."""
+        if self._strategy.hears("gradient_ready"):
+            self._hear = session.gradient_ready
+            if session.elastic is None:  # no loss is to be caught: one call less for each parameter
+                self._hear = partial(self._strategy.gradient_ready, session)
         self._hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._rates: list[Any] = []
@@ -134,8 +139,8 @@ class LoopHooks:
         for parameter in self._trainable:
             self._hooks.append(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
             self.on_accumulated(parameter, self._after_accumulation)
-            if self._hears_gradients:
-                self.on_accumulated(parameter, self._session.gradient_ready)
+            if self._hear is not None:
+                self.on_accumulated(parameter, self._hear)
 
     @property
     def user_rates(self) -> list[Any]:
@@ -300,8 +305,8 @@ class LoopHooks:
                 self._has_backward = False
             self._first_accumulated = parameter
             self._after_accumulation(parameter)
-        if self._hears_gradients:
-            self._session.gradient_ready(parameter)
+        if self._hear is not None:
+            self._hear(parameter)
 
     def _is_first_gradient(self, parameter: torch.Tensor) -> bool:
         """Tells whether no other parameter has a gradient."""

@@ -137,10 +137,10 @@ class TrainingSession:
         """The step after which all models were equal the last time."""
         self._announced: list[int] = []
         """Lost peers that were announced."""
-        self._hooks = LoopHooks(self)
         elastic = elastic_of(self.group)
         self.elastic = None if elastic is None else ElasticTraining(self, elastic)
         """What this session does where workers come and go; None elsewhere."""
+        self._hooks = LoopHooks(self)
 
     # What a strategy works with.
 

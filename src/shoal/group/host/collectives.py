@@ -183,6 +183,8 @@ class HostCollectives:
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
+        if not self._read_at:
+            return
         seq = self.forget_readers(span_of(tensor))
         if not self._is_finished(seq):
             self._engine.wait_until(lambda: self._is_finished(seq), None, "settle")

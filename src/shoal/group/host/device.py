@@ -256,6 +256,7 @@ class DeviceReads:
         self._memory = memory
         self._engine = engine
         self._control = engine.control
+        self._counters = engine.control.counters
         self._next = 0
         self._is_open = [False] * NUM_READS
         self._fence = threading.Lock()  # law: its atomic operations order stores before loads
@@ -264,7 +265,7 @@ class DeviceReads:
         """Claims a publication of a peer; what it returns names the claim to `end`."""
         index = self._next
         self._next = (index + 1) % NUM_READS
-        rank, ticket = self._engine.rank, self._control.get(self._engine.rank, READ_TICKETS[index])
+        rank, ticket = self._engine.rank, self._counters[self._engine.rank][READ_TICKETS[index]]
         self.end((index, ticket))
         if ticket and not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
             self._memory.device.caller.synchronize()  # all claims are taken, by reads that are not done
@@ -277,7 +278,7 @@ class DeviceReads:
     def end(self, claim: tuple[int, int]) -> bool:
         """Says that what is read under a claim was issued to the caller's stream; False when it had ended."""
         index, ticket = claim
-        if not self._is_open[index] or self._control.get(self._engine.rank, READ_TICKETS[index]) != ticket:
+        if not self._is_open[index] or self._counters[self._engine.rank][READ_TICKETS[index]] != ticket:
             return False
         self._is_open[index] = False
         self._memory.device.caller.signal(self._control.address(self._engine.rank, READS_DONE[index]), ticket)
@@ -290,11 +291,12 @@ class DeviceReads:
         for rank in range(self._engine.size):
             if rank == self._engine.rank or self._engine.is_gone(rank):
                 continue
-            for index in range(NUM_READS):
-                claim = self._control.get(rank, READ_CLAIMS[index])
+            counters = self._counters[rank]
+            for index, place in enumerate(READ_CLAIMS):
+                claim = counters[place]
                 if claim >> 40 != own or claim & ((1 << 40) - 1) > number:
                     continue
-                ticket = self._control.get(rank, READ_TICKETS[index])
+                ticket = counters[READ_TICKETS[index]]
                 if not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
                     self._memory.device.caller.wait(self._control.address(rank, READS_DONE[index]), ticket)
 

@@ -573,19 +573,24 @@ class PublicationTable:
 
     def follow_readers(self, index: int, version: int) -> None:
         """Lets the caller's stream wait for those whose streams read an entry up to this version."""
-        numbers = [number for published, number in self._on_device.get(index, ()) if published <= version]
+        known = self._on_device.get(index)
+        if not known:
+            return
+        numbers = [number for published, number in known if published <= version]
         if numbers:
-            self._reads.follow(max(numbers))
+            self._reads.follow(numbers[-1])  # they only grow
 
     def is_written_after(self, index: int, version: int) -> bool:
         """Tells whether one of the two newest of an entry, above a version, is there to fetch.
 
         On a device that is when its stream has come to it.
         """
-        newest = list(self._on_device.get(index, ()))[-2:]
-        numbers = [number for published, number in newest if published > version]
-        is_done = self._control.is_done_on_device
-        return not numbers or any(is_done(self._rank, DEVICE_PUBLISHED, number) for number in numbers)
+        known = self._on_device.get(index)
+        if not known:
+            return True
+        # what is written later is written after what was written before
+        first = next((number for published, number in list(known)[-2:] if published > version), None)
+        return first is None or self._control.is_done_on_device(self._rank, DEVICE_PUBLISHED, first)
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
@@ -647,8 +652,10 @@ class PublicationTable:
 
     def _find(self, peer: int, key: int) -> int | None:
         found = self._found.get((peer, key))
-        if found is not None and self.record(peer, found)[_NAME] == key:
-            return found
+        if found is not None:
+            words = self._control.publication(peer, found)
+            if words[_RECORDS + words[_CURRENT] * _RECORD_WORDS + _NAME] == key:
+                return found
         for index in range(PUBLICATIONS):
             name = self.record(peer, index)[_NAME]
             if name == key:
