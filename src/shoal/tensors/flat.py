@@ -240,17 +240,17 @@ class ParameterBuffers:
     @property
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each dtype the live and the spare flat tensor."""
-        return list(zip(self.live.flats, self.spare.flats, strict=True))
+        live, spare, *_ = self._buffers
+        return list(zip(live.flats, spare.flats, strict=True))
 
     def adopt(self) -> None:
         """Takes back parameters whose `data` was replaced (`model.to(...)`, `p.data = …`), with their values.
 
         Writes the live buffer, as an optimizer does; cheap when nothing was replaced.
         """
-        views = self.live.views
         for number, (parameter, place) in enumerate(zip(self._parameters, self._places[0], strict=True)):
             if (parameter.data_ptr(), parameter.stride()) != place:
-                view = views[number]
+                view = self.live.views[number]
                 _require_same_kind(parameter, view)
                 view.copy_(parameter.detach())
                 parameter.data = view
@@ -275,7 +275,7 @@ class ParameterBuffers:
 
     def swap(self) -> None:
         """Makes the spare buffer, which is filled, the live one."""
-        for parameter, view in zip(self._parameters, self.spare.views, strict=True):
+        for parameter, view in zip(self._parameters, self._buffers[1].views, strict=True):
             parameter.data = view
         self._buffers.append(self._buffers.pop(0))
         self._places.append(self._places.pop(0))

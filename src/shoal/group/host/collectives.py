@@ -573,7 +573,9 @@ class DeviceCollectives(HostCollectives):
 
     def _follow_readers(self, seq: int) -> None:
         """Lets the stream wait until nobody's GPU reads any more what others read in an operation."""
-        for rank in range(self._engine.size) if seq else ():
+        if self._is_finished(seq):
+            return
+        for rank in range(self._engine.size):
             if not self._engine.are_done_on_device(DEVICE_FINISHED, seq, [rank]):
                 self._follow(seq, DEVICE_FINISHED, [rank])
 

@@ -104,11 +104,10 @@ class DeviceMemory(MappedMemory[Segment]):
 
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
-        if self._has_queue:
-            device = self.device
-            caller = device.caller
+        if self._has_queue and self._device is not None:
+            caller = self._device.caller
             if self.queue is not caller:
-                caller.follow(device.mark(self.queue))
+                caller.follow(self._device.mark(self.queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""

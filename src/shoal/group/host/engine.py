@@ -30,6 +30,7 @@ from shoal.group.host.memory import (
     DEVICE_FINISHED,
     DTYPES,
     FINISHED,
+    FREED,
     LEFT,
     MAX_AHEAD,
     NOT_YET,
@@ -354,7 +355,7 @@ class ProgressEngine:
         One that has gone before it gave its part is not done: the next look finds that it takes no part.
         """
         for rank in ranks:
-            if self.control.is_done_on_device(rank, name, seq):
+            if seq <= self._counters[rank][name] < FREED:
                 continue
             gone_after = self.control.gone_after(rank)
             if rank == self.rank or gone_after == NOT_YET:
