@@ -24,7 +24,7 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Handle, Reduction, absent_root
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceStream, Word
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
 from shoal.group.host.memory import DEVICE_ARRIVED, DEVICE_CODE, DEVICE_FINISHED, Arena, Segment
 from shoal.group.kernels import mix_into, mix_on_device, reduce_into, reduce_to_all, share_bounds
@@ -386,10 +386,14 @@ class DeviceCollectives(HostCollectives):
         """The stage, in group memory of the GPU, once it was needed."""
         self._halves_read_at = [0, 0]
         """The last operation in which each half was read."""
+        self._words: list[Word] = []
+        """Words for the stream to write or wait for that nothing else has followed yet: they go together."""
+        engine.flush = self._flush
 
     def close(self) -> None:
         """Lets go of the staging memory."""
         self._halves = None
+        self._words.clear()
 
     def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
         def work(task: Task, present: list[int]) -> None:
@@ -402,7 +406,7 @@ class DeviceCollectives(HostCollectives):
                     own = present.index(self._rank)
                     low, high = share_bounds(own, len(present), flat.numel(), flat.element_size())
                     parts = [part[low:high] for part in parts]
-                queue = self._devices.queue
+                queue = self._next_work()
                 queue.run(partial(_reduce_first, parts, op))
                 for part in parts[1:]:
                     queue.copy(part, parts[0])
@@ -427,7 +431,7 @@ class DeviceCollectives(HostCollectives):
                 theirs = _sent_by(root, views(present))
                 self._engine.note_on_device(task.seq, (root,))
                 self._follow(task.seq, DEVICE_ARRIVED, [root])
-                self._devices.queue.copy(flat, theirs)
+                self._next_work().copy(flat, theirs)
             self._signal(DEVICE_FINISHED, task.seq)
 
         return self._task(words, work, flat)
@@ -454,10 +458,11 @@ class DeviceCollectives(HostCollectives):
     ) -> None:
         """Lets the stream mix what others give once it is there, without those that are lost until then."""
         own_weight, sources = self._weigh(task.seq, weights, given)
-        ranks, queue, is_double = list(sources), self._devices.queue, own.dtype is torch.float64
+        ranks, is_double = list(sources), own.dtype is torch.float64
         address = self._control.set_weights(task.seq, sources, is_double=is_double)
         self._engine.note_on_device(task.seq, ranks, is_weighted=True)
         self._follow(task.seq, DEVICE_ARRIVED, ranks)
+        queue = self._next_work()
         memory, told = self._weights_on_device(own.device, is_double=is_double)
         queue.load(memory, address)
         parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
@@ -505,7 +510,7 @@ class DeviceCollectives(HostCollectives):
         def copy_in(task: Task) -> None:
             own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
             self._follow_readers(self._halves_read_at[task.half])
-            self._devices.queue.run(lambda: copy_into(own, part))
+            self._next_work().run(lambda: copy_into(own, part))
             self._halves_read_at[task.half] = task.seq
 
         def may_work(task: Task, present: list[int]) -> bool:
@@ -521,7 +526,7 @@ class DeviceCollectives(HostCollectives):
                 if not self._engine.should_survive:
                     self._engine.note_on_device(task.seq, present)
                     self._follow(task.seq, DEVICE_ARRIVED, present)
-                self._devices.queue.run(partial(step, task, part, stages))
+                self._next_work().run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
@@ -548,8 +553,8 @@ class DeviceCollectives(HostCollectives):
         mark = device.mark(caller) if self._devices.join_queue() is not caller else None
 
         def prepare(task: Task) -> None:
-            queue = self._devices.queue
-            if queue is not caller:
+            if self._devices.queue is not caller:
+                queue = self._next_work()
                 for tensor in tensors:
                     device.keep(tensor, queue)
                 if mark is not None:  # else the queue has followed the caller's stream since
@@ -563,13 +568,25 @@ class DeviceCollectives(HostCollectives):
         return Task(words, work, spans, prepare=prepare)
 
     def _signal(self, name: int, seq: int) -> None:
-        self._devices.queue.signal(self._control.address(self._rank, name), seq)
+        self._words.append((True, self._control.address(self._rank, name), seq))
 
     def _follow(self, seq: int, name: int, ranks: Sequence[int]) -> None:
         """Lets the stream wait until the GPUs of others have come so far."""
         for rank in ranks:
             if rank != self._rank:
-                self._devices.queue.wait(self._control.address(rank, name), seq)
+                self._words.append((False, self._control.address(rank, name), seq))
+
+    def _next_work(self) -> DeviceStream:
+        """Gives the stream for what comes next, behind all words that are to come before."""
+        if self._words:
+            self._flush()
+        return self._devices.queue
+
+    def _flush(self) -> None:
+        """Gives the stream the words that are kept."""
+        words, self._words = self._words, []
+        if words:
+            self._devices.queue.order(words)
 
     def _follow_readers(self, seq: int) -> None:
         """Lets the stream wait until nobody's GPU reads any more what others read in an operation."""

@@ -13,8 +13,8 @@ import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -45,6 +45,9 @@ _ALREADY_REGISTERED = 712
 _PEER_ACCESS = 1
 _INVALID_CONTEXT = 201
 _NO_FLAGS = 0
+_WAIT_FOR_WORD, _WRITE_WORD = 1, 2
+Word: TypeAlias = tuple[bool, int, int]
+"""Of registered host memory: whether a stream writes it or waits for it, its address, and its value."""
 GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
 MakeDevice = Callable[[torch.device], "SharedDevice"]
@@ -322,6 +325,8 @@ class SharedDevice:
         copy = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
         self.write_word = driver.prepare("cuStreamWriteValue32_v2", *word)
         self.wait_for_word = driver.prepare("cuStreamWaitValue32_v2", *word)
+        batch = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+        self.order_words = driver.prepare("cuStreamBatchMemOp_v2", *batch)
         self.copy_from_host = driver.prepare("cuMemcpyHtoDAsync_v2", *copy)
         self.copy_on_device = driver.prepare("cuMemcpyDtoDAsync_v2", *copy)
         self._side: DeviceStream | None = None
@@ -489,6 +494,22 @@ class DeviceStream:
         seen = device.seen.get(address) or device.seen_by_gpu(address)
         device.wait_for_word(self._number, seen, value, _NO_FLAGS)
 
+    def order(self, words: Sequence[Word]) -> None:
+        """Lets it write words and wait for words, one after the other, by one call to the driver.
+
+        A call takes 10 to 15 µs in a step whose code has left the processor's caches, however many words.
+        """
+        if len(words) == 1:
+            is_write, address, value = words[0]
+            (self.signal if is_write else self.wait)(address, value)
+            return
+        device, batch = self._device, (_BatchedWord * len(words))()
+        for place, (is_write, address, value) in zip(batch, words, strict=True):
+            place.kind = _WRITE_WORD if is_write else _WAIT_FOR_WORD
+            place.address = device.seen.get(address) or device.seen_by_gpu(address)
+            place.value = value
+        device.order_words(self._number, len(words), ctypes.addressof(batch), _NO_FLAGS)
+
     def load(self, tensor: torch.Tensor, address: int) -> None:
         """Lets it fill a tensor from registered host memory, with what is there when it comes to it."""
         self._device.copy_from_host(tensor.data_ptr(), address, tensor.nbytes, self._number)
@@ -520,6 +541,19 @@ class _Memory:
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _BatchedWord(ctypes.Structure):
+    """One of the driver's `CUstreamBatchMemOpParams`: a word to write, or to wait for (`value` or more)."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
 
 
 class _Driver:

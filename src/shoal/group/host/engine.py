@@ -147,6 +147,8 @@ class ProgressEngine:
         self._guard = threading.Lock()
         self.is_on_device = False
         """Whether a GPU has been used: then what is waited for may come without anybody's saying so."""
+        self.flush: Callable[[], None] | None = None
+        """Called when all is begun that can be: gives a GPU's stream what is kept to be given at once."""
         self.on_loss: list[Callable[[int], None]] = []
         """Called in the watching thread with a rank that is lost."""
         watch.on_loss = self._free_streams
@@ -226,6 +228,8 @@ class ProgressEngine:
                 while self._to_work and self._try(self._to_work[0]):
                     self._to_work.popleft()
                     moved = True
+            if self.is_on_device and self.flush is not None:
+                self.flush()
         except BaseException as error:
             self.fail(error)  # half of the work may be done, and must not be done again
             raise
