@@ -126,6 +126,10 @@ class _CallerStream:
         while _word(address).value < value:
             time.sleep(_LOOK_S)
 
+    def order(self, words):
+        for is_write, address, value in words:
+            (self.signal if is_write else self.wait)(address, value)
+
     def load(self, tensor, address):
         ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
 
@@ -159,6 +163,9 @@ class _LaggingStream:
 
     def wait(self, address, value):
         self._items.put(lambda: _CallerStream().wait(address, value))
+
+    def order(self, words):
+        self._items.put(lambda: _CallerStream().order(words))
 
     def load(self, tensor, address):
         self._items.put(lambda: _CallerStream().load(tensor, address))

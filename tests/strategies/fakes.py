@@ -50,6 +50,8 @@ class Mirror(SoloGroup):
         window = super().window(*arguments, **named)
         read = window.read
         window.read = lambda peer, into, *, version=0: read(0, into, version=version)
+        fetch = window.fetch
+        window.fetch = lambda peer: fetch(0)
         return window
 
     def empty(self, num_elements, dtype=torch.float32, *, device=None):

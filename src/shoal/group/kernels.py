@@ -127,11 +127,15 @@ def mix_on_device(
 
     What a source weighs less than was meant goes to oneself.
     """
-    wide, is_half = (own.float(), True) if own.dtype in _HALF else (own, False)
+    is_half = own.dtype in _HALF
+    if len(sources) == 1 and own_weight + sources[0][2] == 1.0 and not is_half:
+        torch.lerp(own, sources[0][0], sources[0][1], out=out)
+        return
+    wide = own.float() if is_half else own
     total = own_weight + sum(weight for _, _, weight in sources)
     if len(sources) == 1 and total == 1.0:
         tensor, weight, _ = sources[0]
-        result = torch.lerp(wide, tensor.to(wide.dtype), weight, out=None if is_half else out)
+        result = torch.lerp(wide, tensor.to(wide.dtype), weight)
     elif are_differences(own_weight, [weight for _, _, weight in sources]):
         result = torch.zeros_like(wide)
         for tensor, weight, _ in sources:

@@ -217,6 +217,13 @@ def _forwarded(method: Method, row: Row | None = None, hook: str = "_issue") -> 
     return cast(Method, forward)
 
 
+_OPERATIONS = (
+    *("empty", "free", "all_reduce", "broadcast", "all_gather", "exchange", "settle", "barrier"),
+    *("progress", "leave", "close"),
+)
+_HOOKS = ("_issue", "_call", "_write", "_wait")
+
+
 class GroupWrapper(Group):
     """Does what `inner` does, through hooks that a subclass overrides.
 
@@ -241,6 +248,15 @@ class GroupWrapper(Group):
         for name in Group.__annotations__:
             if name != "should_survive":
                 setattr(self, name, getattr(inner, name))
+        if not self._has_own("_issue") and not self._has_own("_call"):
+            # nobody looks at operations here: to make a plan of each would be most of what they cost
+            for name in _OPERATIONS:
+                if not self._has_own(name):
+                    setattr(self, name, getattr(inner, name))
+
+    def _has_own(self, name: str) -> bool:
+        """Tells whether a subclass overrides a method."""
+        return getattr(type(self), name) is not getattr(GroupWrapper, name)
 
     def _adopt_anew(self) -> None:
         self._adopt(self.inner)
@@ -264,6 +280,8 @@ class GroupWrapper(Group):
 
     def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
         """Makes a window of the inner group, whose operations pass the hooks."""
+        if not any(map(self._has_own, _HOOKS)):
+            return self.inner._make_window(form, sources)
         what = form.name, form.num_elements, form.dtype
         make = partial(self.inner.window, *what, sources=sources, device=form.device)
         inner = self._call(OperationPlan("window", form.num_elements * form.dtype.itemsize), make)

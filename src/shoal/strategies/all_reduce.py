@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import PeerLost, UsageError
 from shoal.group import Group, Handle
 from shoal.group.functions import announce
 from shoal.strategies.hooks import at_end_of_backward
@@ -279,7 +279,10 @@ class GradientRound:
         self._num_started += 1
 
     def _attempt_end(self, number: int) -> None:
-        self._session.attempt(partial(self._end, number))
+        try:
+            self._end(number)
+        except PeerLost as error:
+            self._session.go_on_without(error)
 
     def _end(self, number: int) -> None:
         """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
@@ -298,6 +301,16 @@ class GradientRound:
         self.is_open = False
         self.has_unshared = False
         self.has_shared = True
+        if unused:
+            self._take_means_of(unused)
+        if self._monitors is not None:
+            pairs = zip(self._buckets, self._squares, strict=True)
+            self._monitors.observe_buckets(
+                [(mean.views, square.views) for mean, square in pairs], num_members
+            )
+
+    def _take_means_of(self, unused: Sequence[nn.Parameter]) -> None:
+        """Gives parameters that had no gradient here the mean, where some member had one."""
         # all flags of a bucket at once: to look at one is to wait for a GPU
         flags = {
             bucket: bucket.flags.tolist()
@@ -307,11 +320,6 @@ class GradientRound:
             bucket, place = self._places[parameter]
             if flags[bucket][place] != 0:
                 parameter.grad = bucket.views[place]
-        if self._monitors is not None:
-            pairs = zip(self._buckets, self._squares, strict=True)
-            self._monitors.observe_buckets(
-                [(mean.views, square.views) for mean, square in pairs], num_members
-            )
 
     def _start_rest(self) -> list[nn.Parameter]:
         """Reduces what was not started, unused parameters included; gives those without any gradient."""

@@ -90,6 +90,7 @@ class ElasticTraining:
         """The strategy's, as it was when the session was whole the last time."""
         self._session = session
         self._group = group
+        self._loaders = kept_loaders(group)
         self._generation, self._rank, self._size = 0, 0, 0
         self._numbers: list[int] = []
         """The numbers of the workers of that generation, by rank."""
@@ -140,12 +141,12 @@ class ElasticTraining:
         After a dropped step the loaders give its examples again, unless it turns out that others have done
         the step with what this worker gave to it.
         """
-        group, loaders = self._group, kept_loaders(self._group)
+        group = self._group
         if is_dropped:
             self._dropped = _places(group)
-            loaders.roll_back()
+            self._loaders.roll_back()
         else:
-            loaders.mark()
+            self._loaders.mark()
         if self.error is not None:
             _regroup(group, self.error)
             return

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -30,21 +31,21 @@ _NUM_ALIKE = 3
 """After so many steps alike one hook stands for all."""
 
 
-class Hook:
+def _do_nothing(*args: Any) -> None:
+    """Stands in for the hooks in a copy of a model."""
+
+
+class Hook(partial[None]):
     """Calls `act` as a forward hook; in a copy of the model (`deepcopy`, `torch.save`) it does nothing.
 
-    A copy shares nothing with the group.
+    A copy shares nothing with the group. It is a `partial`, so that a call goes straight to `act`.
     """
 
-    __slots__ = ("_act",)
+    __slots__ = ()
 
-    def __init__(self, act: Callable[..., None] | None = None) -> None:
-        self._act = act
-
-    def __call__(self, *args: Any) -> None:
-        """Does what the module's hook is to do."""
-        if self._act is not None:
-            self._act(*args)
+    def __new__(cls, act: Callable[..., None] = _do_nothing) -> Self:
+        """Makes a hook that does this; without it, one that does nothing."""
+        return super().__new__(cls, act)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook()
@@ -68,10 +69,16 @@ class LoopHooks:
 
     def __init__(self, session: TrainingSession) -> None:
         self._session = session
+        self._strategy = session.strategy
         self._model = session.model
         self._optimizer = session.optimizer
         self._trainable = session.trainable
-        self._hears_gradients = session.strategy.hears("gradient_ready")
+        self._hear: Callable[[torch.Tensor], None] | None = None
+        """Tells the strategy of a gradient; None where it does not listen."""
+        if self._strategy.hears("gradient_ready"):
+            self._hear = session.gradient_ready
+            if session.elastic is None:  # no loss is to be caught: one call less for each parameter
+                self._hear = partial(self._strategy.gradient_ready, session)
         self._hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._rates: list[Any] = []
@@ -123,7 +130,7 @@ class LoopHooks:
         self._hooks.append(
             self._model.register_forward_pre_hook(Hook(self._before_forward), prepend=is_first)
         )
-        if self._session.strategy.hears("after_forward"):
+        if self._strategy.hears("after_forward"):
             self._hooks.append(self._model.register_forward_hook(Hook(self._after_forward)))
         if self._session.device.type != "cpu" or self._session.is_sharded:
             # FSDP2 sets gradients itself, and calls no other hook of the parameters
@@ -132,8 +139,8 @@ class LoopHooks:
         for parameter in self._trainable:
             self._hooks.append(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
             self.on_accumulated(parameter, self._after_accumulation)
-            if self._hears_gradients:
-                self.on_accumulated(parameter, self._session.gradient_ready)
+            if self._hear is not None:
+                self.on_accumulated(parameter, self._hear)
 
     @property
     def user_rates(self) -> list[Any]:
@@ -175,11 +182,13 @@ class LoopHooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._is_stepping = False
         self._is_tried = True
-        self._restore_rates()
-        if 0 < len(self._watches) < len(self._trainable):
+        if self._rates:
+            self._restore_rates()
+        if not self._has_backward and 0 < len(self._watches) < len(self._trainable):
             self._watch_anew()
         self._session.require_unchanged()
-        self._require_unsettled()
+        if self._is_settled:
+            self._require_unsettled()
         # the first of `args` is the optimizer
         self.has_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         missed, self._num_missed = self._num_missed, 0
@@ -191,24 +200,24 @@ class LoopHooks:
         self._is_stepping = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore_rates()
+        if self._rates:
+            self._restore_rates()
         self._is_simple = self._is_simple is not False and not self._is_between and not self.has_closure
         self._has_backward = self._is_seen = self._is_stepping = False
         self._is_between = self._is_tried = False
-        if len(self._watches) > 1 and self._num_alike >= 0 and not self._session.strategy.shares_gradients:
+        if len(self._watches) > 1 and self._num_alike >= 0 and not self._strategy.shares_gradients:
             self._thin_out()
         self._session.step_ended()
 
     def _restore_rates(self) -> None:
         """Also after a step that raised, for which there is no hook."""
-        if self._rates:
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-                group["lr"] = rate
-            self._rates = []
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
 
     def _require_unsettled(self) -> None:
-        is_settled, self._is_settled = self._is_settled, False
-        if is_settled and not self._has_backward:
+        self._is_settled = False
+        if not self._has_backward:
             raise UsageError(
                 "step() for gradients whose step has been counted as skipped.",
                 cause="settle(), consensus_distance(), state_dict() or save() was called between backward() "
@@ -247,7 +256,7 @@ class LoopHooks:
                 "%s: no step() followed a backward pass, as after all others before, and its gradients were "
                 "kept: this counts as a step that was skipped. To add gradients up over several passes, put "
                 "all but the last one into `with strategy.accumulate():`.",
-                self._session.strategy.name,
+                self._strategy.name,
             )
         return is_omitted
 
@@ -265,7 +274,7 @@ class LoopHooks:
     def _after_accumulation(self, parameter: torch.Tensor) -> None:
         """For each gradient of a backward pass alone."""
         self._is_seen = True
-        if not (self._has_backward or self._is_stepping or self._session.is_accumulating):
+        if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
             self._has_backward = self._model.training
 
     def _are_gradients_gone(self) -> bool:
@@ -291,15 +300,17 @@ class LoopHooks:
     def _after_accumulation_on_device(self, parameter: torch.Tensor) -> None:
         """Sees that gradients were zeroed by their absence alone: to look at values is to wait."""
         if not self._is_seen:
-            others = (each for each in self._trainable if each is not parameter)
-            is_due = self._has_backward and not self._is_stepping
-            if is_due and all(other.grad is None for other in others):
+            if self._has_backward and not self._is_stepping and self._is_first_gradient(parameter):
                 self._num_missed += 1
                 self._has_backward = False
             self._first_accumulated = parameter
             self._after_accumulation(parameter)
-        if self._hears_gradients:
-            self._session.gradient_ready(parameter)
+        if self._hear is not None:
+            self._hear(parameter)
+
+    def _is_first_gradient(self, parameter: torch.Tensor) -> bool:
+        """Tells whether no other parameter has a gradient."""
+        return all(other.grad is None for other in self._trainable if other is not parameter)
 
     def _thin_out(self) -> None:
         """After a step: keeps one hook alone, once the same gradient came first in each of a few steps."""
@@ -312,7 +323,7 @@ class LoopHooks:
 
     def _watch_anew(self) -> None:
         """Before a step: watches all parameters, for good, when a backward pass was not noticed."""
-        is_missed = not self._has_backward and not self._is_settled and self._model.training
+        is_missed = not self._is_settled and self._model.training
         if is_missed and any(each.grad is not None for each in self._trainable):
             for watch in self._watches.values():
                 watch.remove()

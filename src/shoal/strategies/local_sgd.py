@@ -54,7 +54,7 @@ class LocalSGD(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Averages after every so many steps."""
-        if not session.is_skipped:
+        if self.options.average_momentum and not session.is_skipped:
             self._stepped.add_step(session)
         if session.is_round:
             self.last_round(session)

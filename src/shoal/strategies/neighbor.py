@@ -68,8 +68,9 @@ class ExchangeStrategy(Strategy):
         return session.group.exchange(live, self.round_weights(session), out=spare)
 
     def hears(self, method: str) -> bool:
-        """Listens to forward passes only where rounds start with them."""
-        return self.is_overlapped if method == "after_forward" else super().hears(method)
+        """Listens to forward passes, and acts before a step, only where rounds start with them."""
+        is_own = method == "before_step" and type(self).before_step is ExchangeStrategy.before_step
+        return self.is_overlapped if is_own or method == "after_forward" else super().hears(method)
 
     def start(self, session: TrainingSession) -> None:
         """Moves the parameters into two buffers of the group."""

@@ -69,10 +69,14 @@ class FiniteCheck:
             self._checked = "never"
         self._is_looked_at_later = self._mode == "warn" and self._checked == "before the step"
         """Whether gradients are looked at when the step is over, which leaves them as they are."""
+        self.looks_before_step = self._checked != "never" and not self._is_looked_at_later
+        """Whether `before_step` has anything to do."""
+        self.is_hiding = False
+        """Whether gradients are hidden, and `after_optimizer` is due."""
         self._own: list[torch.Tensor] = []
         """Sums of the gradients that this worker has computed since the last step."""
-        self._looks: list[_Look] = []
-        """Of the steps on a device that are not judged yet."""
+        self._looks: list[tuple[int, Sequence[torch.Tensor]]] = []
+        """Of the steps on a device that are not judged yet: each with the gradients that are kept of it."""
         self._pending: _Pending | None = None
         """What a device was asked for, and is read when the next steps are to be judged."""
         small = (each for each in session.trainable if each.numel() <= _SAMPLE_ELEMENTS)
@@ -95,9 +99,6 @@ class FiniteCheck:
 
     def before_step(self, step: int) -> None:
         """Looks at the final gradients. ShoalError with `stop`; with `skip` the optimizer finds none."""
-        self.after_optimizer()  # the step before may have raised
-        if self._checked == "never" or self._is_looked_at_later:
-            return
         if self._session.is_void:
             # a GradScaler that has found an infinity leaves the step out: that is what it is there for
             self._own = []
@@ -107,11 +108,13 @@ class FiniteCheck:
     def after_optimizer(self) -> None:
         """Gives hidden gradients back: the optimizer has stepped, if it was to."""
         hidden, self._hidden = self._hidden, []
+        self.is_hiding = False
         for parameter, gradient in zip(self._session.trainable, hidden, strict=False):
             parameter.grad = gradient
 
     def hide_gradients(self) -> None:
         """Leaves the optimizer nothing to do in the step that comes; afterwards they are there again."""
+        self.is_hiding = True
         self._hidden = [parameter.grad for parameter in self._session.trainable]
         for parameter in self._session.trainable:
             parameter.grad = None
@@ -121,8 +124,7 @@ class FiniteCheck:
         if self._checked == "never":
             return
         is_skipped, self._is_skipped = self._is_skipped, False
-        is_sampled = self._is_looked_at_later and not self._is_on_cpu
-        if is_sampled and not is_skipped and not self._session.is_void:
+        if not self._is_on_cpu and self._is_looked_at_later and not is_skipped and not self._session.is_void:
             self._own = self._sample()  # the optimizer leaves gradients as they are
         self._session.is_left_out = False
         own, self._own = self._own, []
@@ -134,16 +136,14 @@ class FiniteCheck:
             else:
                 self._judge([_Look(step, own, parameters)])
             return
-        num_looks = len(self._looks) + 1
-        is_last = num_looks % _LOOK_STEPS == 0 and (
-            num_looks >= _DEVICE_STEPS or SYSTEM_CLOCK.now_s() - self._looked_s >= _DEVICE_S
-        )
-        # what is not finite stays so: the parameters of the last step are enough
-        self._looks.append(_Look(step, own, [_norm(self._session.trainable)] if is_last else []))
-        if is_last:
-            self._looked_s = SYSTEM_CLOCK.now_s()
-            self._judge_pending()
-            self._pending, self._looks = _Pending.ask(self._looks), []
+        self._looks.append((step, own))
+        if len(self._looks) % _LOOK_STEPS == 0:
+            now_s = SYSTEM_CLOCK.now_s()
+            if len(self._looks) >= _DEVICE_STEPS or now_s - self._looked_s >= _DEVICE_S:
+                self._looked_s = now_s
+                self._judge_pending()
+                # what is not finite stays so: the parameters of the last step are enough
+                self._pending = _Pending.ask(self._take_looks([_norm(self._session.trainable)]))
 
     def skipped_step(self) -> None:
         """Forgets the gradients of a step that a GradScaler leaves out, since it has found an infinity."""
@@ -163,7 +163,7 @@ class FiniteCheck:
     def closed(self, *, speaks_for_all: bool) -> None:
         """Ends with the loop. One worker says so if the model is spoiled: maybe no other has."""
         self._judge_pending()
-        self._judge(self._looks)
+        self._judge(self._take_looks([]))
         if self._num_left_out > 1:
             log.warning("rank %d: %d steps were left out in all.", self._rank, self._num_left_out)
         if speaks_for_all and self._first_received is not None and not self._has_told:
@@ -193,7 +193,14 @@ class FiniteCheck:
         # one that stays from step to step is overwritten, one that is new in every step stays what it is
         if last is None or gradient is last or gradient.numel() > _SAMPLE_ELEMENTS:
             return self._sums((gradient.detach(),))
-        return [gradient.detach()]
+        return [gradient.detach() if gradient.requires_grad else gradient]
+
+    def _take_looks(self, parameters: Sequence[torch.Tensor]) -> list[_Look]:
+        """Gives what the steps until now have left; of the last one also what is said of parameters."""
+        looks, self._looks = [_Look(step, own, []) for step, own in self._looks], []
+        if looks:
+            looks[-1] = looks[-1]._replace(parameters=parameters)
+        return looks
 
     def _judge_pending(self) -> None:
         pending, self._pending = self._pending, None

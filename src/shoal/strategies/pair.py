@@ -124,7 +124,9 @@ class PairAverage(Strategy):
             return
         self._retire()
         self._buffers.adopt()
-        peer = others[int(torch.randint(len(others), (), generator=self.generator))]
+        peer = others[0]
+        if len(others) > 1:
+            peer = others[int(torch.randint(len(others), (), generator=self.generator))]
         places = zip(self._windows, self._buffers.pairs, strict=True)
         pulled = [self._pull(window, live, spare, peer) for window, (live, spare) in places]
         known = [version for version in pulled if version is not None]

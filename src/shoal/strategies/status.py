@@ -67,6 +67,11 @@ class StatusReporter:
         other._number, other._began_s = self._number, self._began_s
         return other
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anybody to report to."""
+        return self._tell_s is not None
+
     def opened(self, step: int) -> None:
         """Begins, when the strategy is attached."""
         if not self._group.run:

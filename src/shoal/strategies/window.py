@@ -173,7 +173,8 @@ class WindowAverage(OneSidedStrategy):
         self._coded = [flat.to(window.dtype) for flat, window in zip(flats, self._windows, strict=True)]
         present = self.group.members
         gone = [rank for rank in range(self.group.size) if rank not in present]
-        self._weights = self.topology.weights(self.group.rank, self._turn).without(gone)
+        weights = self.topology.weights(self.group.rank, self._turn)
+        self._weights = weights.without(gone) if gone else weights
         for rank, factor in (self._weights.destinations or {}).items():
             for window, tensor in zip(self._windows, self._coded, strict=True):
                 self._writes.append(window.put(rank, tensor, weight=factor, note=self._note()))
@@ -187,7 +188,8 @@ class WindowAverage(OneSidedStrategy):
         weights, flats = self._weights, session.parameters.flats
         with contextlib.ExitStack() as stack:
             slots = self._slots(stack, weights.sources)
-            weights = weights.without([rank for rank in weights.sources if rank not in slots])
+            if len(slots) < len(weights.sources):
+                weights = weights.without([rank for rank in weights.sources if rank not in slots])
             self._note_staleness([_round_of(each[0].note) for each in slots.values()])
             if not slots:
                 return

@@ -211,6 +211,8 @@ class ParameterBuffers:
         self._parameters = [named[name] for name in self.live.names]
         self._versions: list[int] = []
         self._num_swaps = 0
+        self._places = [[_place(view) for view in flat.views] for flat in self._buffers]
+        """Where the views of each buffer are: to ask for it in every round takes as long as a swap."""
         for parameter, view in zip(self._parameters, self.live.views, strict=True):
             _require_same_kind(parameter, view)
         self.adopt()
@@ -238,15 +240,17 @@ class ParameterBuffers:
     @property
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each dtype the live and the spare flat tensor."""
-        return list(zip(self.live.flats, self.spare.flats, strict=True))
+        live, spare, *_ = self._buffers
+        return list(zip(live.flats, spare.flats, strict=True))
 
     def adopt(self) -> None:
         """Takes back parameters whose `data` was replaced (`model.to(...)`, `p.data = …`), with their values.
 
         Writes the live buffer, as an optimizer does; cheap when nothing was replaced.
         """
-        for parameter, view in zip(self._parameters, self.live.views, strict=True):
-            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+        for number, (parameter, place) in enumerate(zip(self._parameters, self._places[0], strict=True)):
+            if (parameter.data_ptr(), parameter.stride()) != place:
+                view = self.live.views[number]
                 _require_same_kind(parameter, view)
                 view.copy_(parameter.detach())
                 parameter.data = view
@@ -271,9 +275,10 @@ class ParameterBuffers:
 
     def swap(self) -> None:
         """Makes the spare buffer, which is filled, the live one."""
-        for parameter, view in zip(self._parameters, self.spare.views, strict=True):
+        for parameter, view in zip(self._parameters, self._buffers[1].views, strict=True):
             parameter.data = view
         self._buffers.append(self._buffers.pop(0))
+        self._places.append(self._places.pop(0))
         self._num_swaps += 1
 
     def close(self) -> None:
@@ -281,6 +286,10 @@ class ParameterBuffers:
         for parameter in self._parameters:
             parameter.data = parameter.detach().clone()
         self._parameters = []
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
 
 
 def private_memory(device: torch.device | str = "cpu") -> Allocate:

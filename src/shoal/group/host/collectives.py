@@ -24,7 +24,7 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Handle, Reduction, absent_root
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceStream, Word
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
 from shoal.group.host.memory import DEVICE_ARRIVED, DEVICE_CODE, DEVICE_FINISHED, Arena, Segment
 from shoal.group.kernels import mix_into, mix_on_device, reduce_into, reduce_to_all, share_bounds
@@ -162,7 +162,8 @@ class HostCollectives:
                 mix_into(part, part, own_weight, parts)
 
             return self._through_stage(tensor, words, mix, weights=weights)
-        own, result = tensor.detach(), out.detach()
+        own = tensor.detach() if tensor.requires_grad else tensor
+        result = out.detach() if out.requires_grad else out
         place = self._memory.find_own(own)
         own_span, result_span = span_of(own), span_of(result)
         is_alike = result.shape == own.shape and result.dtype == own.dtype and result.is_contiguous()
@@ -171,23 +172,28 @@ class HostCollectives:
                 "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
                 next_step="take both from group.empty(), or leave out= away.",
             )
-        own, result = own.view(-1), result.view(-1)
+        if own.ndim != 1:
+            own, result = own.view(-1), result.view(-1)
         words = [*words, place[0].code + place[1]]
         task = self._mix_in_place(own, result, _views(place, own), weights, words)
+        task.spans = (own_span, result_span)
         task.after = self.forget_readers(result_span)
         self._read_at[own_span] = self._engine.issue(task).seq
         return TasksHandle(self._engine, [task], lambda: out, self._order)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
+        if not self._read_at:
+            return
         seq = self.forget_readers(span_of(tensor))
         if not self._is_finished(seq):
             self._engine.wait_until(lambda: self._is_finished(seq), None, "settle")
 
     def forget_readers(self, span: Span) -> int:
         """Finds the last operation in which others read any of some memory that is to be written."""
-        read = [other for other in self._read_at if is_overlapping([other], [span])]
-        return max([self._read_at.pop(other) for other in read], default=0)
+        start, end = span
+        read = [other for other in self._read_at if other[0] < end and start < other[1]]
+        return max([self._read_at.pop(other) for other in read]) if read else 0
 
     # --- common to CPU and GPU ---
 
@@ -229,9 +235,10 @@ class HostCollectives:
 
     def _weigh(self, seq: int, weights: Weights, present: Collection[int]) -> tuple[float, dict[int, float]]:
         """Finds this worker's own weight, and those of its sources by what they have told, too."""
-        gone = [source for source in weights.sources if source not in present]
-        if gone:
-            weights = weights.without(gone)
+        if len(present) < self._engine.size:
+            gone = [source for source in weights.sources if source not in present]
+            if gone:
+                weights = weights.without(gone)
         sources = dict(weights.sources)
         for source in sources:
             if self._control.description(source, seq)[_HAS_FACTORS]:
@@ -277,12 +284,14 @@ class HostCollectives:
     def _mix_in_place(
         self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
     ) -> Task:
+        """Lets each mix for itself; the caller says which memory the task is on."""
+
         def work(task: Task, present: list[int]) -> None:
             own_weight, sources = self._weigh(task.seq, weights, present)
             given = views(list(sources))
             mix_into(out, own, own_weight, [(given[rank], weight) for rank, weight in sources.items()])
 
-        task = Task(words, work, [span_of(own), span_of(out)])
+        task = Task(words, work)
         self._address(task, weights)
         return task
 
@@ -377,10 +386,14 @@ class DeviceCollectives(HostCollectives):
         """The stage, in group memory of the GPU, once it was needed."""
         self._halves_read_at = [0, 0]
         """The last operation in which each half was read."""
+        self._words: list[Word] = []
+        """Words for the stream to write or wait for that nothing else has followed yet: they go together."""
+        engine.flush = self._flush
 
     def close(self) -> None:
         """Lets go of the staging memory."""
         self._halves = None
+        self._words.clear()
 
     def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
         def work(task: Task, present: list[int]) -> None:
@@ -393,7 +406,7 @@ class DeviceCollectives(HostCollectives):
                     own = present.index(self._rank)
                     low, high = share_bounds(own, len(present), flat.numel(), flat.element_size())
                     parts = [part[low:high] for part in parts]
-                queue = self._devices.queue
+                queue = self._next_work()
                 queue.run(partial(_reduce_first, parts, op))
                 for part in parts[1:]:
                     queue.copy(part, parts[0])
@@ -418,7 +431,7 @@ class DeviceCollectives(HostCollectives):
                 theirs = _sent_by(root, views(present))
                 self._engine.note_on_device(task.seq, (root,))
                 self._follow(task.seq, DEVICE_ARRIVED, [root])
-                self._devices.queue.copy(flat, theirs)
+                self._next_work().copy(flat, theirs)
             self._signal(DEVICE_FINISHED, task.seq)
 
         return self._task(words, work, flat)
@@ -431,7 +444,7 @@ class DeviceCollectives(HostCollectives):
             self._mix_given(task, out, own, weights, views(present))
             self._signal(DEVICE_FINISHED, task.seq)
 
-        task = self._task(words, work, own, out)
+        task = self._task(words, work, own, out, spans=())
         self._address(task, weights)
         return task
 
@@ -445,14 +458,15 @@ class DeviceCollectives(HostCollectives):
     ) -> None:
         """Lets the stream mix what others give once it is there, without those that are lost until then."""
         own_weight, sources = self._weigh(task.seq, weights, given)
-        is_double = own.dtype is torch.float64
+        ranks, is_double = list(sources), own.dtype is torch.float64
         address = self._control.set_weights(task.seq, sources, is_double=is_double)
-        self._engine.note_on_device(task.seq, list(sources), is_weighted=True)
-        self._follow(task.seq, DEVICE_ARRIVED, list(sources))
+        self._engine.note_on_device(task.seq, ranks, is_weighted=True)
+        self._follow(task.seq, DEVICE_ARRIVED, ranks)
+        queue = self._next_work()
         memory, told = self._weights_on_device(own.device, is_double=is_double)
-        self._devices.queue.load(memory, address)
+        queue.load(memory, address)
         parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
-        self._devices.queue.run(partial(mix_on_device, out, own, own_weight, parts))
+        queue.run(partial(mix_on_device, out, own, own_weight, parts))
 
     def _weights_on_device(
         self, device: torch.device, *, is_double: bool
@@ -496,7 +510,7 @@ class DeviceCollectives(HostCollectives):
         def copy_in(task: Task) -> None:
             own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
             self._follow_readers(self._halves_read_at[task.half])
-            self._devices.queue.run(lambda: copy_into(own, part))
+            self._next_work().run(lambda: copy_into(own, part))
             self._halves_read_at[task.half] = task.seq
 
         def may_work(task: Task, present: list[int]) -> bool:
@@ -512,7 +526,7 @@ class DeviceCollectives(HostCollectives):
                 if not self._engine.should_survive:
                     self._engine.note_on_device(task.seq, present)
                     self._follow(task.seq, DEVICE_ARRIVED, present)
-                self._devices.queue.run(partial(step, task, part, stages))
+                self._next_work().run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
@@ -528,14 +542,19 @@ class DeviceCollectives(HostCollectives):
         work: Callable[[Task, list[int]], None],
         *tensors: torch.Tensor,
         copy_in: Callable[[Task], None] | None = None,
+        spans: Sequence[Span] | None = None,
     ) -> Task:
-        """Makes a task whose part is there when the caller's stream has come to where it is now."""
-        device, caller = self._devices.device, self._devices.device.caller
+        """Makes a task whose part is there when the caller's stream has come to where it is now.
+
+        It is on the memory of `tensors`, unless `spans` says where.
+        """
+        device = self._devices.device
+        caller = device.caller
         mark = device.mark(caller) if self._devices.join_queue() is not caller else None
 
         def prepare(task: Task) -> None:
-            queue = self._devices.queue
-            if queue is not caller:
+            if self._devices.queue is not caller:
+                queue = self._next_work()
                 for tensor in tensors:
                     device.keep(tensor, queue)
                 if mark is not None:  # else the queue has followed the caller's stream since
@@ -544,27 +563,42 @@ class DeviceCollectives(HostCollectives):
                 copy_in(task)
             self._signal(DEVICE_ARRIVED, task.seq)
 
-        return Task(words, work, [span_of(tensor) for tensor in tensors], prepare=prepare)
+        if spans is None:
+            spans = [span_of(tensor) for tensor in tensors]
+        return Task(words, work, spans, prepare=prepare)
 
     def _signal(self, name: int, seq: int) -> None:
-        self._devices.queue.signal(self._control.address(self._rank, name), seq)
+        self._words.append((True, self._control.address(self._rank, name), seq))
 
     def _follow(self, seq: int, name: int, ranks: Sequence[int]) -> None:
         """Lets the stream wait until the GPUs of others have come so far."""
         for rank in ranks:
             if rank != self._rank:
-                self._devices.queue.wait(self._control.address(rank, name), seq)
+                self._words.append((False, self._control.address(rank, name), seq))
+
+    def _next_work(self) -> DeviceStream:
+        """Gives the stream for what comes next, behind all words that are to come before."""
+        if self._words:
+            self._flush()
+        return self._devices.queue
+
+    def _flush(self) -> None:
+        """Gives the stream the words that are kept."""
+        words, self._words = self._words, []
+        if words:
+            self._devices.queue.order(words)
 
     def _follow_readers(self, seq: int) -> None:
         """Lets the stream wait until nobody's GPU reads any more what others read in an operation."""
+        if self._is_finished(seq):
+            return
         for rank in range(self._engine.size):
-            if not self._is_finished(seq, rank):
+            if not self._engine.are_done_on_device(DEVICE_FINISHED, seq, [rank]):
                 self._follow(seq, DEVICE_FINISHED, [rank])
 
-    def _is_finished(self, seq: int, *ranks: int) -> bool:
-        """Tells whether the GPUs of some ranks, by default all, have finished an operation."""
-        ranks = ranks or tuple(range(self._engine.size))
-        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, ranks)
+    def _is_finished(self, seq: int) -> bool:
+        """Tells whether the GPUs of all have finished an operation."""
+        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, range(self._engine.size))
 
 
 def _views(place: tuple[Segment, int], like: torch.Tensor) -> Views:

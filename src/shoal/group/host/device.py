@@ -13,8 +13,8 @@ import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -45,6 +45,9 @@ _ALREADY_REGISTERED = 712
 _PEER_ACCESS = 1
 _INVALID_CONTEXT = 201
 _NO_FLAGS = 0
+_WAIT_FOR_WORD, _WRITE_WORD = 1, 2
+Word: TypeAlias = tuple[bool, int, int]
+"""Of registered host memory: whether a stream writes it or waits for it, its address, and its value."""
 GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
 MakeDevice = Callable[[torch.device], "SharedDevice"]
@@ -68,6 +71,9 @@ def open_device(device: torch.device) -> SharedDevice:
 class DeviceMemory(MappedMemory[Segment]):
     """One worker's memory on its GPU, and the mapped memory of all others; there is one GPU for a worker."""
 
+    queue: DeviceStream
+    """The stream in which operations follow each other: that of the last one; there once one was begun."""
+
     def __init__(self, group: HostGroup, engine: ProgressEngine, make: MakeDevice = open_device) -> None:
         super().__init__()
         self.is_one_device = True
@@ -75,21 +81,15 @@ class DeviceMemory(MappedMemory[Segment]):
         self._group = group
         self._engine = engine
         self._make = make
+        self._has_queue = False
         self._device: SharedDevice | None = None
         self._taken_bytes = 0
-        self._queue: DeviceStream | None = None
 
     @property
     def device(self) -> SharedDevice:
         """The GPU, once memory was taken on it."""
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
-
-    @property
-    def queue(self) -> DeviceStream:
-        """The stream in which operations follow each other: that of the last one."""
-        assert self._queue is not None, "no operation was begun yet"
-        return self._queue
 
     def join_queue(self) -> DeviceStream:
         """Lets operations go to the stream that fits the caller now, behind all that were begun before.
@@ -98,16 +98,19 @@ class DeviceMemory(MappedMemory[Segment]):
         work in two of them waits longer for its turn. Those with a GPU each use one beside the caller's.
         """
         stream = self.device.stream_of_group(is_shared=self.is_one_device)
-        if stream is not self._queue:
-            if self._queue is not None:
-                stream.follow(self.device.mark(self._queue))
-            self._queue = stream
+        if not self._has_queue:
+            self.queue, self._has_queue = stream, True
+        elif stream is not self.queue:
+            stream.follow(self.device.mark(self.queue))
+            self.queue = stream
         return stream
 
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
-        if self._queue is not None and self._queue is not self.device.caller:
-            self.device.caller.follow(self.device.mark(self._queue))
+        if self._has_queue and self._device is not None:
+            caller = self._device.caller
+            if self.queue is not caller:
+                caller.follow(self._device.mark(self.queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -175,7 +178,7 @@ class DeviceMemory(MappedMemory[Segment]):
         if self._device is None:
             return lambda: True
         device = self._device
-        streams = [device.caller] if self._queue is None else [device.caller, self._queue]
+        streams = [device.caller, self.queue] if self._has_queue else [device.caller]
         marks = [device.mark(stream) for stream in streams]
         return lambda: all(device.is_reached(mark) for mark in marks)
 
@@ -255,6 +258,7 @@ class DeviceReads:
         self._memory = memory
         self._engine = engine
         self._control = engine.control
+        self._counters = engine.control.counters
         self._next = 0
         self._is_open = [False] * NUM_READS
         self._fence = threading.Lock()  # law: its atomic operations order stores before loads
@@ -263,7 +267,7 @@ class DeviceReads:
         """Claims a publication of a peer; what it returns names the claim to `end`."""
         index = self._next
         self._next = (index + 1) % NUM_READS
-        rank, ticket = self._engine.rank, self._control.get(self._engine.rank, READ_TICKETS[index])
+        rank, ticket = self._engine.rank, self._counters[self._engine.rank][READ_TICKETS[index]]
         self.end((index, ticket))
         if ticket and not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
             self._memory.device.caller.synchronize()  # all claims are taken, by reads that are not done
@@ -276,7 +280,7 @@ class DeviceReads:
     def end(self, claim: tuple[int, int]) -> bool:
         """Says that what is read under a claim was issued to the caller's stream; False when it had ended."""
         index, ticket = claim
-        if not self._is_open[index] or self._control.get(self._engine.rank, READ_TICKETS[index]) != ticket:
+        if not self._is_open[index] or self._counters[self._engine.rank][READ_TICKETS[index]] != ticket:
             return False
         self._is_open[index] = False
         self._memory.device.caller.signal(self._control.address(self._engine.rank, READS_DONE[index]), ticket)
@@ -289,11 +293,12 @@ class DeviceReads:
         for rank in range(self._engine.size):
             if rank == self._engine.rank or self._engine.is_gone(rank):
                 continue
-            for index in range(NUM_READS):
-                claim = self._control.get(rank, READ_CLAIMS[index])
+            counters = self._counters[rank]
+            for index, place in enumerate(READ_CLAIMS):
+                claim = counters[place]
                 if claim >> 40 != own or claim & ((1 << 40) - 1) > number:
                     continue
-                ticket = self._control.get(rank, READ_TICKETS[index])
+                ticket = counters[READ_TICKETS[index]]
                 if not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
                     self._memory.device.caller.wait(self._control.address(rank, READS_DONE[index]), ticket)
 
@@ -320,12 +325,16 @@ class SharedDevice:
         copy = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
         self.write_word = driver.prepare("cuStreamWriteValue32_v2", *word)
         self.wait_for_word = driver.prepare("cuStreamWaitValue32_v2", *word)
+        batch = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+        self.order_words = driver.prepare("cuStreamBatchMemOp_v2", *batch)
         self.copy_from_host = driver.prepare("cuMemcpyHtoDAsync_v2", *copy)
         self.copy_on_device = driver.prepare("cuMemcpyDtoDAsync_v2", *copy)
         self._side: DeviceStream | None = None
         self._streams: dict[int, DeviceStream] = {}
         self._registered: dict[int, tuple[int, int, torch.Tensor]] = {}
         """By the first address of registered memory: its end, how far off the GPU sees it, and the memory."""
+        self.seen: dict[int, int] = {}
+        """Where the GPU sees words that it has written or waited for: `seen_by_gpu` once found them."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies in its memory."""
@@ -419,6 +428,7 @@ class SharedDevice:
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Ends what `register` began."""
+        self.seen.clear()
         if self._registered.pop(memory.data_ptr(), None) is not None:
             self._driver.call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
@@ -435,7 +445,8 @@ class SharedDevice:
         """Finds where the GPU sees registered host memory."""
         for start, (end, offset, _) in self._registered.items():
             if start <= address < end:
-                return address + offset
+                seen = self.seen[address] = address + offset
+                return seen
         raise UsageError(f"{self.name} cannot reach the host memory at {address:#x}.")
 
     def _tensor(self, pointer: int, size_bytes: int, release: str) -> torch.Tensor:
@@ -473,11 +484,31 @@ class DeviceStream:
 
     def signal(self, address: int, value: int) -> None:
         """Lets it write a word of registered host memory when all before is done and visible to others."""
-        self._device.write_word(self._number, self._device.seen_by_gpu(address), value, _NO_FLAGS)
+        device = self._device
+        seen = device.seen.get(address) or device.seen_by_gpu(address)
+        device.write_word(self._number, seen, value, _NO_FLAGS)
 
     def wait(self, address: int, value: int) -> None:
         """Lets it wait until a word of registered host memory is `value` or more; no flag says so."""
-        self._device.wait_for_word(self._number, self._device.seen_by_gpu(address), value, _NO_FLAGS)
+        device = self._device
+        seen = device.seen.get(address) or device.seen_by_gpu(address)
+        device.wait_for_word(self._number, seen, value, _NO_FLAGS)
+
+    def order(self, words: Sequence[Word]) -> None:
+        """Lets it write words and wait for words, one after the other, by one call to the driver.
+
+        A call takes 10 to 15 µs in a step whose code has left the processor's caches, however many words.
+        """
+        if len(words) == 1:
+            is_write, address, value = words[0]
+            (self.signal if is_write else self.wait)(address, value)
+            return
+        device, batch = self._device, (_BatchedWord * len(words))()
+        for place, (is_write, address, value) in zip(batch, words, strict=True):
+            place.kind = _WRITE_WORD if is_write else _WAIT_FOR_WORD
+            place.address = device.seen.get(address) or device.seen_by_gpu(address)
+            place.value = value
+        device.order_words(self._number, len(words), ctypes.addressof(batch), _NO_FLAGS)
 
     def load(self, tensor: torch.Tensor, address: int) -> None:
         """Lets it fill a tensor from registered host memory, with what is there when it comes to it."""
@@ -510,6 +541,19 @@ class _Memory:
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _BatchedWord(ctypes.Structure):
+    """One of the driver's `CUstreamBatchMemOpParams`: a word to write, or to wait for (`value` or more)."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
 
 
 class _Driver:

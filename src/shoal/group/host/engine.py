@@ -30,6 +30,7 @@ from shoal.group.host.memory import (
     DEVICE_FINISHED,
     DTYPES,
     FINISHED,
+    FREED,
     LEFT,
     MAX_AHEAD,
     NOT_YET,
@@ -123,6 +124,7 @@ class ProgressEngine:
         self.size = size
         self._others = [other for other in range(size) if other != rank]
         self.control = control
+        self._counters = control.counters
         self.pipes = pipes
         self.watch = watch
         self._settings = settings
@@ -132,6 +134,8 @@ class ProgressEngine:
         self._open: deque[Task] = deque()
         """Tasks in order, from the first that is not complete."""
         self._halves = [0, 0]
+        self._finished_by_all = 0
+        """An operation that all who are there have finished, one of the latest."""
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
         self._void: ShoalError | None = None
@@ -143,6 +147,8 @@ class ProgressEngine:
         self._guard = threading.Lock()
         self.is_on_device = False
         """Whether a GPU has been used: then what is waited for may come without anybody's saying so."""
+        self.flush: Callable[[], None] | None = None
+        """Called when all is begun that can be: gives a GPU's stream what is kept to be given at once."""
         self.on_loss: list[Callable[[int], None]] = []
         """Called in the watching thread with a rank that is lost."""
         watch.on_loss = self._free_streams
@@ -162,7 +168,11 @@ class ProgressEngine:
         self._to_arrive.append(task)
         self._to_work.append(task)
         self._open.append(task)
-        self.progress()
+        if self.besides is not None:
+            self.besides()
+        if self._unchecked:
+            self._check_late()
+        self._advance()
         return task
 
     def announce(self, num_operations: int) -> None:
@@ -202,6 +212,10 @@ class ProgressEngine:
                 raise self._void
             return
         self.check_usable()
+        self._advance()
+
+    def _advance(self) -> None:
+        """Does what can be done of the operations under way."""
         if self.pipes.must_listen:
             self.pipes.take_in()
         try:
@@ -214,6 +228,8 @@ class ProgressEngine:
                 while self._to_work and self._try(self._to_work[0]):
                     self._to_work.popleft()
                     moved = True
+            if self.is_on_device and self.flush is not None:
+                self.flush()
         except BaseException as error:
             self.fail(error)  # half of the work may be done, and must not be done again
             raise
@@ -229,7 +245,7 @@ class ProgressEngine:
         if self.pipes.must_listen:
             self.pipes.take_in()
         for rank in task.present:
-            if self.control.get(rank, FINISHED) >= task.seq:
+            if self._counters[rank][FINISHED] >= task.seq:
                 continue
             if self.control.gone_after(rank) == NOT_YET:
                 self.blocker = rank
@@ -295,7 +311,7 @@ class ProgressEngine:
 
     def check_own_verdict(self) -> None:
         """PeerLost when the others have given this worker up."""
-        if self.control.get(self.rank, VERDICT) != NOT_YET:
+        if self._counters[self.rank][VERDICT] != NOT_YET:
             name = self.name_of(self.rank)
             raise PeerLost(
                 f"rank {name}, this worker, was silent for more than {self._settings.silence_s:g} s, and the "
@@ -307,6 +323,8 @@ class ProgressEngine:
 
     def members(self) -> list[int]:
         """Lists who takes part in the next operation."""
+        if self.control.is_complete():
+            return list(range(self.size))
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
@@ -324,14 +342,15 @@ class ProgressEngine:
 
     def is_finished(self, seq: int) -> bool:
         """Tells whether everybody who is still there has finished an operation, this worker included."""
-        if not seq:
+        if seq <= self._finished_by_all:
             return True
-        if self.control.get(self.rank, FINISHED) < seq:
+        if self._counters[self.rank][FINISHED] < seq:
             return False
         for rank in self._others:
-            if self.control.get(rank, FINISHED) < seq and self.control.gone_after(rank) == NOT_YET:
+            if self._counters[rank][FINISHED] < seq and self.control.gone_after(rank) == NOT_YET:
                 self.blocker = rank
                 return False
+        self._finished_by_all = seq
         return True
 
     def are_done_on_device(self, name: int, seq: int, ranks: Iterable[int]) -> bool:
@@ -340,7 +359,7 @@ class ProgressEngine:
         One that has gone before it gave its part is not done: the next look finds that it takes no part.
         """
         for rank in ranks:
-            if self.control.is_done_on_device(rank, name, seq):
+            if seq <= self._counters[rank][name] < FREED:
                 continue
             gone_after = self.control.gone_after(rank)
             if rank == self.rank or gone_after == NOT_YET:
@@ -360,13 +379,16 @@ class ProgressEngine:
         """
         with self._guard:  # and its atomic operations order what was written before what is looked at
             self._on_device.append((seq, () if is_weighted else givers, finishers))
-        for rank in (*givers, *finishers):  # the watching thread may have looked before this was noted
-            if self.is_gone(rank):
-                self._go_without(rank)
+        if not self.control.is_complete():  # the watching thread may have looked before this was noted
+            for rank in (*givers, *finishers):
+                if self.is_gone(rank):
+                    self._go_without(rank)
         is_done = self.control.is_done_on_device
         while self._on_device:  # from the first on in which a stream may still wait for another
             seq, _, finishers = self._on_device[0]
-            if not all(is_done(rank, DEVICE_FINISHED, seq) for rank in (self.rank, *finishers)):
+            if not is_done(self.rank, DEVICE_FINISHED, seq):
+                break
+            if finishers and not all(is_done(rank, DEVICE_FINISHED, seq) for rank in finishers):
                 break
             self._on_device.popleft()
 
@@ -417,6 +439,8 @@ class ProgressEngine:
         """Tells whether an earlier operation on the same memory is still under way."""
         while self._open and self._open[0] is not task and self.is_complete(self._open[0]):
             self._open.popleft()
+        if self._open[0] is task:
+            return False
         for earlier in self._open:
             if earlier is task:
                 break
@@ -427,16 +451,17 @@ class ProgressEngine:
 
     def _try(self, task: Task) -> bool:
         """Does a task's work if all whom it needs have arrived; True when it is over."""
-        if task.seq > self.control.get(self.rank, ARRIVED):
+        if task.seq > self._counters[self.rank][ARRIVED]:
             return False
         if task.after and not self.is_finished(task.after):
             return False
         present, early = [self.rank], []
+        is_complete = self.control.is_complete()
         for rank in self._others if task.sources is None else task.sources:
-            gone_after = self.control.gone_after(rank)
+            gone_after = NOT_YET if is_complete else self.control.gone_after(rank)
             if gone_after == NOT_YET:
-                if self.control.get(rank, ARRIVED) < task.seq:
-                    if not task.may_precede or self.control.get(rank, ANNOUNCED) < task.seq:
+                if self._counters[rank][ARRIVED] < task.seq:
+                    if not task.may_precede or self._counters[rank][ANNOUNCED] < task.seq:
                         self.blocker = rank
                         return False
                     early.append(rank)
@@ -447,7 +472,8 @@ class ProgressEngine:
                 task.error = self.lost_error(rank)
         if task.error is None:
             present.sort()
-            task.error = self._mismatch(task, [rank for rank in present if rank not in early])
+            arrived = [rank for rank in present if rank not in early] if early else present
+            task.error = self._mismatch(task, arrived)
         if task.error is None and task.may_work is not None and not task.may_work(task, present):
             return False
         if task.error is None and task.work is not None:
@@ -503,7 +529,7 @@ class ProgressEngine:
             raise self._void
         if self._breakage is not None:
             raise out_of_step(self.name_of(self.rank), self._breakage)
-        if self.control.get(self.rank, LEFT) != NOT_YET:
+        if self._counters[self.rank][LEFT] != NOT_YET:
             raise has_left(self.name_of(self.rank))
 
     def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None) -> str:

@@ -23,7 +23,9 @@ import struct
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -281,6 +283,16 @@ def culprit_of(beat: int) -> int | None:
     return _FAILED - 1 - beat if beat < _FAILED else None
 
 
+class _Heard:
+    """The words of another rank where counters come through a pipe."""
+
+    def __init__(self, page: ControlPage, rank: int) -> None:
+        self._get = partial(page.get, rank)
+
+    def __getitem__(self, name: int) -> int:
+        return self._get(name)
+
+
 class ControlPage:
     """The words of all ranks, which everybody reads; a worker writes its own, and verdicts."""
 
@@ -298,10 +310,15 @@ class ControlPage:
         """The same words, as numbers of double precision."""
         self._left = words[LEFT::stride]
         self._verdicts = words[VERDICT::stride]
+        self._all_there = memoryview(array("q", [NOT_YET] * size))
         self._publications_at = _FACTORS_AT + MAX_AHEAD * 2 * size
-        self._all_there = [NOT_YET] * size
         self._told: list[dict[int, int]] = [dict.fromkeys(_IN_PIPES, 0) for _ in range(size)]
         """The counters that came through the pipe, by rank."""
+        counters: list[memoryview | _Heard] = list(self._of)
+        if not IS_ORDERED:
+            counters = [self._of[each] if each == rank else _Heard(self, each) for each in range(size)]
+        self.counters: Sequence[memoryview | _Heard] = counters
+        """By rank, then by name, what `get` gives: an operation reads twenty, and each call counts."""
 
     @staticmethod
     def region_bytes(size: int) -> int:
@@ -346,13 +363,12 @@ class ControlPage:
 
     def is_complete(self) -> bool:
         """Tells whether nobody is gone, in one look: one at each rank takes longer than a whole count."""
-        return self._left.tolist() == self._all_there and self._verdicts.tolist() == self._all_there
+        return self._left == self._all_there and self._verdicts == self._all_there
 
     def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
         """Says what this worker's operation `seq` is."""
-        own = self._own
-        for at, word in enumerate(words, _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS):
-            own[at] = word
+        at = _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS
+        self._own[at : at + len(words)] = array("q", words)
         if factors is not None:
             for at, factor in enumerate(factors, self._factors_at(seq)):
                 self._numbers_of[self._rank][at] = factor
@@ -472,7 +488,7 @@ class WakePipes:
                 self._send(rank, message)
             return
         for rank in self._others:
-            if self._control.get(rank, ASLEEP):
+            if self._control.counters[rank][ASLEEP]:
                 self._send(rank, _WAKE)
 
     def wake(self, rank: int) -> None:

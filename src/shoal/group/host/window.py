@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -214,10 +214,12 @@ class HostWindow(Window):
             cells[owner, source] = SlotCell(segment, start, self.num_elements, self.dtype, on_device)
         return cells
 
-    @contextlib.contextmanager
-    def slot(self, source: int) -> Iterator[WindowSlot]:
+    def slot(self, source: int) -> _HostSlot:
         """Holds a slot; PeerLost when the source ended, or was stopped, while it added to what was there."""
-        cell = self._cell(self._rank, source)
+        return _HostSlot(self, source, self._cell(self._rank, source))
+
+    def take(self, cell: SlotCell, source: int) -> None:
+        """Takes a slot's lock, and voids a write in it that was broken off."""
         self._lock(cell, source)
         try:
             torn = self._torn(cell, source)
@@ -225,12 +227,16 @@ class HostWindow(Window):
                 raise self._engine.lost_error(source)
             if torn == _BEING_WRITTEN:
                 cell.words[_NUM_WRITES], cell.words[_TORN] = 0, _WHOLE
-            yield _HostSlot(source, cell)
-        finally:
-            if cell.on_device is not None:
-                cell.on_device.end_read()
-            self._shared.locks.release(cell.lock)
-            self._engine.pipes.wake(source)
+        except BaseException:
+            self.give_back(cell, source)
+            raise
+
+    def give_back(self, cell: SlotCell, source: int) -> None:
+        """Gives a slot's lock back; its source may write again."""
+        if cell.on_device is not None:
+            cell.on_device.end_read()
+        self._shared.locks.release(cell.lock)
+        self._engine.pipes.wake(source)
 
     def filled(self) -> Sequence[int]:
         """Lists the sources that have written; not those that are gone and left a slot torn."""
@@ -573,19 +579,24 @@ class PublicationTable:
 
     def follow_readers(self, index: int, version: int) -> None:
         """Lets the caller's stream wait for those whose streams read an entry up to this version."""
-        numbers = [number for published, number in self._on_device.get(index, ()) if published <= version]
+        known = self._on_device.get(index)
+        if not known:
+            return
+        numbers = [number for published, number in known if published <= version]
         if numbers:
-            self._reads.follow(max(numbers))
+            self._reads.follow(numbers[-1])  # they only grow
 
     def is_written_after(self, index: int, version: int) -> bool:
         """Tells whether one of the two newest of an entry, above a version, is there to fetch.
 
         On a device that is when its stream has come to it.
         """
-        newest = list(self._on_device.get(index, ()))[-2:]
-        numbers = [number for published, number in newest if published > version]
-        is_done = self._control.is_done_on_device
-        return not numbers or any(is_done(self._rank, DEVICE_PUBLISHED, number) for number in numbers)
+        known = self._on_device.get(index)
+        if not known:
+            return True
+        # what is written later is written after what was written before
+        first = next((number for published, number in list(known)[-2:] if published > version), None)
+        return first is None or self._control.is_done_on_device(self._rank, DEVICE_PUBLISHED, first)
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
@@ -647,8 +658,10 @@ class PublicationTable:
 
     def _find(self, peer: int, key: int) -> int | None:
         found = self._found.get((peer, key))
-        if found is not None and self.record(peer, found)[_NAME] == key:
-            return found
+        if found is not None:
+            words = self._control.publication(peer, found)
+            if words[_RECORDS + words[_CURRENT] * _RECORD_WORDS + _NAME] == key:
+                return found
         for index in range(PUBLICATIONS):
             name = self.record(peer, index)[_NAME]
             if name == key:
@@ -687,13 +700,24 @@ class _SharedSnapshot(Snapshot):
 
 
 class _HostSlot(WindowSlot):
-    def __init__(self, source: int, cell: SlotCell) -> None:
+    """A slot, inside of its `with` block; a class, since a generator would cost as much as what is done."""
+
+    def __init__(self, window: HostWindow, source: int, cell: SlotCell) -> None:
         self.source = source
+        self._window = window
+        self._cell = cell
+
+    def __enter__(self) -> Self:
+        cell = self._cell
+        self._window.take(cell, self.source)
         self.num_writes = cell.words[_NUM_WRITES]
         self.mass = cell.numbers[_MASS] if self.num_writes else 0.0
         self.note = bytes(cell.note[: cell.words[_NOTE_BYTES]]) if self.num_writes else b""
         self.tensor = cell.tensor
-        self._cell = cell
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._window.give_back(self._cell, self.source)
 
     def clear(self) -> None:
         """Empties the slot; the memory is left as it is."""
@@ -846,7 +870,7 @@ class FileLocks:
     def _file_lock(self, at: int, num_bytes: int, *, is_taken: bool) -> bool:
         if self._file < 0:
             return not is_taken
-        with contextlib.suppress(BlockingIOError, PermissionError):
+        try:
             if self._is_own:
                 kind = fcntl.F_WRLCK if is_taken else fcntl.F_UNLCK
                 asked = _FLOCK.pack(kind, os.SEEK_SET, at, num_bytes, 0)
@@ -854,8 +878,9 @@ class FileLocks:
             else:
                 wanted = fcntl.LOCK_EX | fcntl.LOCK_NB if is_taken else fcntl.LOCK_UN
                 fcntl.lockf(self._file, wanted, num_bytes, at)
-            return True
-        return False
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
 
 def _reopen(descriptor: int) -> tuple[int, bool]:
