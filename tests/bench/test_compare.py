@@ -26,7 +26,6 @@ from shoal.bench.compare import (
     stragglers_of,
     suited,
     why_no_rate,
-    without_servers,
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
 from shoal.core import BenchmarkError, UsageError
@@ -413,12 +412,16 @@ def test_what_cannot_be_is_refused(fields, message):
         config_of(**fields)
 
 
-def test_strategies_with_servers_do_not_take_part_while_workers_come_and_go():
-    contenders, notes = without_servers(compared(["all"], {}), ["all"])
-    assert "parameter-server" not in [each.name for each in contenders]
-    assert "parameter-server and staleness-aware" in notes[0]
-    with pytest.raises(UsageError, match="parameter-server cannot be compared while workers come and go"):
-        without_servers(compared(["parameter-server"], {}), ["parameter-server"])
+def test_strategies_with_servers_take_part_while_workers_come_and_go_but_not_under_every_fault():
+    churn = '[[fault]]\nkind = "join"\nat_s = 1.0\n'
+    contenders = compared(["parameter-server", "all-reduce"], {})
+    world = World(num_workers=2, faults=FaultScript.parse(churn))
+    config = config_of(contenders=contenders, world=world)
+    assert [config.world_of(each, 0).num_servers for each in contenders] == [1, 0]
+    cut = '[[fault]]\nkind = "partition"\nat_s = 0.1\npeers = ["rank:1"]\n'
+    world = World(num_workers=2, faults=FaultScript.parse(churn + cut))
+    with pytest.raises(UsageError, match="Fault 1 cannot happen where parameter servers"):
+        config_of(contenders=contenders, world=world)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,16 @@ class GrowingRun:
         (self.folder / "until.new").rename(self.folder / "until")
         return self.process.wait(timeout_s)
 
+    def wait(self):
+        """Waits for the end for as long as anybody still writes notes; gives the exit code."""
+        written = -1
+        while True:
+            try:
+                return self.process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                before, written = written, sum(path.stat().st_size for path in self.folder.glob("*.jsonl"))
+                assert written > before, ("it stands still", self.lines)
+
     def models_by_step(self):
         """By step: the models that workers had after it."""
         found = defaultdict(set)

@@ -1,8 +1,11 @@
 """Minutes of training while workers are killed and others come: 4 of them, one of each every 20 s.
 
 Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then as many epochs in which nobody comes or goes,
-100 at most: by then nothing more is learned.
-Five minutes each, about twenty together: `SHOAL_CHURN_S=300 pytest -m slow -s tests/launch/test_churn.py`.
+100 at most: by then nothing more is learned. Five minutes of each, all at once where there are 16 cores:
+
+    for strategy in all-reduce local-sgd neighbor; do
+        SHOAL_CHURN_S=300 python -m pytest -m slow -s tests/launch/test_churn.py -k $strategy &
+    done; wait
 """
 
 import math
@@ -28,7 +31,7 @@ MAX_NEXT_S, MEDIAN_NEXT_S = 5.0, 2.0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc"),
-    pytest.mark.timeout(4 * CHURN_S + 300),
+    pytest.mark.timeout(8 * CHURN_S + 1200),
 ]
 
 
@@ -44,7 +47,7 @@ def learn_undisturbed(folder, strategy, num_epochs, num_examples):
     num_epochs = min(num_epochs, MAX_EPOCHS)
     (folder / "until").write_text(str(num_epochs * math.ceil(num_examples / (NUM_WORKERS * BATCH_SIZE))))
     with GrowingRun(folder, NUM_WORKERS, "--strategy", strategy, task="digits", pause_s=0) as run:
-        assert run.process.wait(2 * CHURN_S + 120) == 0, run.lines
+        assert run.wait() == 0, run.lines
         return accuracy_of(run)
 
 

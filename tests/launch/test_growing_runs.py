@@ -52,6 +52,22 @@ def test_a_run_grows_loses_a_worker_and_shrinks_without_a_restart(tmp_path):
         assert not [line for line in run.lines if "restart" in line]
 
 
+@pytest.mark.slow
+def test_a_run_is_scaled_from_two_to_six_to_three(tmp_path):
+    with GrowingRun(tmp_path, 2, "--strategy", "all-reduce", pause_s=0.02) as run:
+        run.wait_for_size(2)
+        assert run.scale(6).what == "4 workers will join the 2 that are there"
+        run.wait_for_size(6)
+        smaller_s = time.time()
+        assert run.scale(3).what == "3 of 6 workers will leave"
+        run.wait_for_size(3, smaller_s)
+        assert run.finish() == 0, run.lines
+        assert len([note for note in run.notes() if note.get("finished")]) == 3
+        apart = [step for step, models in run.models_by_step().items() if len(models) > 1]
+        assert apart == []
+        run.check_examples(NUM_EXAMPLES)
+
+
 def test_a_run_that_nobody_knows_cannot_be_scaled():
     with pytest.raises(UsageError, match="No launcher of a run nobody"):
         ask_launcher("nobody", 3)

@@ -14,7 +14,7 @@ import pytest
 from launch.programs import Recorder, is_running, kill, read_pid, state_of
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
-from shoal.launch import LaunchSettings, Output, launch, launcher
+from shoal.launch import Elastic, LaunchSettings, Output, launch, launcher
 from shoal.launch.worker import TIMED_OUT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
@@ -388,8 +388,8 @@ def test_a_worker_that_left_in_order_may_end_as_it_likes(start, monkeypatch):
     assert (done.outcome.exit_code, done.said) == (0, [])
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start, monkeypatch, is_slow):
+@pytest.mark.parametrize(("is_slow", "word"), [(False, "rank"), (True, "rank"), (True, "worker")])
+def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start, monkeypatch, is_slow, word):
     """Also when their processes take so long to end that tracebacks are held no longer."""
     monkeypatch.setattr("shoal.launch.worker.HOLD_S", 0.05)
     wait = (
@@ -398,15 +398,15 @@ def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start
         else ""
     )
     body = f"{TOGETHER}\n{wait}\nif rank == 0: mark('seen')\nraise ValueError(f'boom of rank {{rank}}')"
-    done = start(body, 3)
+    done = start(body, 3, elastic=Elastic(is_live=word == "worker"))
     assert done.outcome.exit_code == 1
     traces = [line for lines in done.err.values() for line in lines if line.startswith("Traceback")]
     assert len(traces) == 1
     if is_slow:
-        (said,) = done.said[1:]
-        assert said.startswith("ranks 0-2 failed with the same error: ValueError: boom of rank ")
+        said = done.said[-1]
+        assert said.startswith(f"{word}s 0-2 failed with the same error: ValueError: boom of rank ")
         lines = [line for lines in done.err.values() for line in lines]
-        assert sum("another rank has shown this traceback" in line for line in lines) == 2
+        assert sum(f"another {word} has shown this traceback" in line for line in lines) == 2
 
 
 def test_a_worker_that_is_about_to_end_has_its_traceback_held(start, monkeypatch):

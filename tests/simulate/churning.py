@@ -54,9 +54,13 @@ def digest(model, optimizer):
     return found.hexdigest()[:16]
 
 
+def make_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
 def train(worker, life, strategy, options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     sharing = make_strategy(worker.group, strategy, **options)
     data = TensorDataset(torch.arange(NUM_EXAMPLES), INPUTS)
@@ -104,9 +108,15 @@ def run(strategy, script, num_workers=4, options=None, **world):
         finally:
             life.ended_s = worker.clock.now_s()
 
+    def serve(server):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        make_strategy(server.group, strategy, **(options or {})).serve(model, optimizer)
+
     world = {"profile": LINES, "seed": 3, "elastic": True, **world}
     faults = FaultScript.parse(script) if script else None
-    outcomes = run_exact(World(num_workers=num_workers, faults=faults, **world), work)
+    outcomes = run_exact(World(num_workers=num_workers, faults=faults, **world), work, serve)
     return outcomes, lives
 
 

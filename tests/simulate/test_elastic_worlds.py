@@ -15,7 +15,7 @@ from shoal.transport import FaultScript
 from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, check_listed, run
 
 WITH_SERVERS, OUTSIDE = ("parameter-server", "staleness-aware"), ("ddp", "horovod")
-STRATEGIES = [name for name in BUILT_IN if name not in (*WITH_SERVERS, *OUTSIDE)]
+STRATEGIES = [name for name in BUILT_IN if name not in OUTSIDE]
 OFTEN_LOCAL = ("local-sgd", "diloco", "noloco", "sparse-loco")
 """Their own rounds are longer than these runs."""
 JOIN = '[[fault]]\nkind = "join"\nat_s = 0.05\n'
@@ -33,14 +33,20 @@ def fault(kind, at_s, number=None):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_workers_come_and_go_under_every_strategy(strategy):
     options = {"local_steps": 4} if strategy in OFTEN_LOCAL else {}
-    outcomes, lives = run(strategy, CHURN, options=options)
-    assert check_ends(outcomes, killed=[1], left=[2]) == [0, 3, 4]
-    assert [outcome.rank for outcome in outcomes] == [0, 1, 2, 3, 4]
-    assert outcomes[1].error is not None
-    assert outcomes[2].has_left
+    num_servers = 2 if strategy in WITH_SERVERS else 0
+    outcomes, lives = run(strategy, CHURN, options=options, num_servers=num_servers)
+    servers = [outcome for outcome in outcomes if outcome.role == "server"]
+    assert [(outcome.rank, outcome.error, outcome.has_left) for outcome in servers] == [
+        (number, None, False) for number in range(num_servers)
+    ]
+    workers = [outcome for outcome in outcomes if outcome.role == "worker"]
+    assert check_ends(workers, killed=[1], left=[2]) == [0, 3, 4]
+    assert [outcome.rank for outcome in workers] == [0, 1, 2, 3, 4]
+    assert workers[1].error is not None
+    assert workers[2].has_left
     joined = lives[4]
     assert joined.trail[0][1] > 1  # it went on where the others were
-    again, lives_again = run(strategy, CHURN, options=options)
+    again, lives_again = run(strategy, CHURN, options=options, num_servers=num_servers)
     assert str(again) == str(outcomes)
     assert {number: asdict(life) for number, life in lives.items()} == {
         number: asdict(life) for number, life in lives_again.items()
@@ -158,9 +164,12 @@ def tries_of(seed):
 
 def check_try(seed, strategy):
     script, killed, left = tries_of(seed)
-    outcomes, lives = run(strategy, script)
+    num_servers = 2 if strategy in WITH_SERVERS else 0
+    outcomes, lives = run(strategy, script, num_servers=num_servers)
     num_workers = 1 + max(lives)
-    finished = check_ends(outcomes, killed, [*left, *range(4, num_workers)])
+    assert [outcome.error for outcome in outcomes if outcome.role == "server"] == [None] * num_servers
+    workers = [outcome for outcome in outcomes if outcome.role == "worker"]
+    finished = check_ends(workers, killed, [*left, *range(4, num_workers)])
     assert finished
     if strategy == "all-reduce":
         check_equal(lives)
@@ -174,7 +183,8 @@ def test_losses_at_random_times(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd", "neighbor"])
+@pytest.mark.timeout(1200)  # half a minute each on a quiet machine
+@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd", "neighbor", "parameter-server"])
 def test_a_hundred_losses_at_random_times(strategy):
     for seed in range(NUM_TRIES):
         check_try(seed, strategy)
@@ -227,7 +237,8 @@ def test_what_cannot_be():
         run_job(job_of(), world, "stacked")
     with pytest.raises(UsageError, match="and 0 that join, does not fit a world of 4 and 1"):
         run_job(job_of(num_joining=0), world)
-    with pytest.raises(UsageError, match="parameter servers does not grow or shrink"):
-        World(num_workers=4, num_servers=1, faults=faults)
+    cut = '[[fault]]\nkind = "partition"\nat_s = 0.1\npeers = ["rank:1"]\n'
+    with pytest.raises(UsageError, match="Fault 3 cannot happen where parameter servers keep the model"):
+        World(num_workers=4, num_servers=1, faults=FaultScript.parse(CHURN + cut))
     with pytest.raises(UsageError, match="no worker is called 'rank:5'"):
         run_exact(World(num_workers=4, faults=FaultScript.parse(CHURN + fault("kill", 1, 5))), lambda _: None)

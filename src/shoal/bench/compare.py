@@ -104,6 +104,8 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not 0 <= self.momentum <= 1:
             raise UsageError(f"{self.momentum} is no momentum.", next_step="give a number from 0 to 1.")
         check_split(self.split)
+        for each in self.contenders:
+            self.world_of(each, self.seeds[0])  # a script may not suit those with servers
         if self.is_real:
             self._check_real()
 
@@ -191,26 +193,6 @@ def notes_of(texts: Sequence[str], common: Mapping[str, Any]) -> list[str]:
         if given:
             notes.append(f"'all' gives {name} {given}: rounds as long as its own would leave too few.")
     return notes
-
-
-def without_servers(
-    contenders: Sequence[Contender], texts: Sequence[str]
-) -> tuple[tuple[Contender, ...], list[str]]:
-    """Those that can train while workers come and go, and what to say of those that `all` meant besides.
-
-    UsageError for a strategy with servers that was named.
-    """
-    served = [each for each in contenders if needs_servers(each.strategy)]
-    named = [each.name for each in served if ALL not in texts or each.name in texts]
-    if named:
-        raise UsageError(
-            f"{named[0]} cannot be compared while workers come and go: a world with parameter servers does "
-            "not grow or shrink yet.",
-            next_step=f"leave {named[0]} out, or --elastic and what lets workers join or leave.",
-        )
-    names = " and ".join(each.name for each in served)
-    notes = [f"'all' leaves out {names}: worlds with servers do not grow or shrink yet."] if served else []
-    return tuple(each for each in contenders if each not in served), notes
 
 
 def compute_of(text: str) -> Delay:

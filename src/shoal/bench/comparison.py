@@ -148,7 +148,6 @@ def contest_of(flags: CompareFlags, seed: int, *, is_short: bool = False) -> Com
         compute_of,
         notes_of,
         stragglers_of,
-        without_servers,
     )
     from shoal.simulate.task_facts import facts_of
     from shoal.simulate.world import Compute, World
@@ -176,9 +175,6 @@ def contest_of(flags: CompareFlags, seed: int, *, is_short: bool = False) -> Com
     if is_short:
         notes.append("A short look: few steps, rates and seeds. Leave --short out for figures to keep.")
     script = None if flags.faults is None else FaultScript.load(flags.faults)
-    if flags.elastic or (script is not None and script.changes_workers):
-        contenders, left_out = without_servers(contenders, named)
-        notes += left_out
     network = Profile() if flags.profile == IDEAL else Profile.load(flags.profile)
     if script is not None:
         script.check_names(network.places)

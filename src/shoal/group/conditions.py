@@ -381,8 +381,9 @@ class Faulty(GroupWrapper):
         if self._elastic is not None:
             numbers = [self._elastic.link.number]
         if form is not None:
-            numbers = [place.number for place in form.places]
-            machines = [place.machine for place in form.places]
+            places = form.places[self.num_servers :]
+            numbers = [place.number for place in places]
+            machines = [place.machine for place in places]
         own = numbers[self.rank]
         for number in numbers:
             if number not in self._known_draws:

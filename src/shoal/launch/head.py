@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, Clock, board
 from shoal.core.board import Pin, Sighting, name_of_run
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
+from shoal.core.limits import FailureBackoff
 from shoal.core.processes import boot_id, namespace
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
 from shoal.launch.output import LogFiles, Output
@@ -129,10 +129,8 @@ class AgentHandle:
     """What to add to its clock to have this machine's, but for the time that its answer took."""
     error: ShoalError | None = None
     """Why it cannot take part."""
-    retry_s: float = math.inf
-    """When the host, which is lost, is tried again."""
-    pause_s: float = _FIRST_RETRY_S
-    """The time to the next attempt."""
+    should_retry: bool = False
+    """Whether its host, which is lost, is to be tried again."""
     num_processes: int = 0
     """How many workers and servers it gets."""
     workers: list[Worker] = field(default_factory=list)
@@ -261,7 +259,7 @@ class Gathering:
         if not should_keep:
             return [agent for agent in self.present if agent.num_processes > 0]
         for agent, _ in self.absent:
-            agent.is_lost, agent.retry_s = True, 0.0
+            agent.is_lost = agent.should_retry = True
             agent.channel.abandon()
         return [*self.present, *(agent for agent, _ in self.absent)]
 
@@ -320,8 +318,7 @@ class RunWorkers:
     """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
 
     A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
-    An elastic run tries to reach it again by its engine. The channels of the first agents are somebody else's
-    to close; those that come later are closed here.
+    An elastic run tries to reach it again by its engine.
     """
 
     def __init__(
@@ -340,7 +337,8 @@ class RunWorkers:
         self._output = output
         self._agents = list(agents)
         self._engine = engine if settings.elastic.is_live else None
-        self._late: list[AgentHandle] = []
+        self._backoff = FailureBackoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        """By machine: when a lost one is tried again."""
         self._coming: list[tuple[AgentHandle, AgentHandle | None, float]] = []
         """Agents that have not answered yet, in the place of which lost one, and since when."""
         self._parts = Parts(settings)
@@ -368,7 +366,7 @@ class RunWorkers:
             self._agents.append(agent)
         agent.heard_s = SYSTEM_CLOCK.now_s()
         agent.channel.send(Beat(self._is_held))
-        self._late.append(agent)
+        self._backoff.answered(agent.machine)
         self.arrived.append(agent)
 
     @property
@@ -457,7 +455,7 @@ class RunWorkers:
             self._beat_s = now_s
             self._beat()
         for agent in self._agents if self._engine is not None else ():
-            if agent.is_lost and now_s >= agent.retry_s:
+            if agent.should_retry and not self._backoff.is_paused(agent.machine, now_s):
                 self._reopen(agent, now_s)
         for coming in list(self._coming):
             if hear_hello(coming[0], now_s, coming[2], _ANSWER_S):
@@ -466,7 +464,7 @@ class RunWorkers:
 
     def _reopen(self, lost: AgentHandle, now_s: float) -> None:
         assert self._engine is not None, "no elastic run"
-        lost.retry_s = math.inf
+        lost.should_retry = False
         try:
             agent = self._engine.reopen(lost)
         except ShoalError as error:
@@ -486,8 +484,7 @@ class RunWorkers:
         if lost is None:
             self._output.say(f"{agent.host} cannot join: {agent.error.what}")
         else:
-            lost.pause_s = min(2 * lost.pause_s, _LONGEST_RETRY_S)
-            lost.retry_s = now_s + lost.pause_s
+            self._retry_later(lost, now_s)
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
@@ -507,12 +504,11 @@ class RunWorkers:
             worker.finish_output(now_s)
         for agent, _, _ in self._coming:
             agent.channel.abandon()
-        for agent in self._late:
-            agent.channel.hang_up()
-        for agent in self._late:
-            agent.channel.close()
         for agent in self._agents:
             agent.copies.close()
+            agent.channel.hang_up()
+        for agent in self._agents:
+            agent.channel.close()
 
     def _give(self, agent: AgentHandle, posts: list[Post]) -> None:
         """Have an agent start workers; ShoalError when children of this process cannot be started."""
@@ -589,7 +585,11 @@ class RunWorkers:
             worker.lose(now_s)
         agent.channel.abandon()
         if can_retry and not agent.has_joined:
-            agent.retry_s = now_s + _FIRST_RETRY_S
+            self._retry_later(agent, now_s)
+
+    def _retry_later(self, lost: AgentHandle, now_s: float) -> None:
+        lost.should_retry = True
+        self._backoff.failed(lost.machine, now_s)
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:

@@ -180,7 +180,7 @@ class Worker:
             self._show(stream, lines.bar(now_s), now_s)
         if not should_hold:
             due = self.tracebacks.release_due(now_s, is_ending=self.is_ending)
-            self._print("stderr", shown.shorten(self.rank, due, now_s))
+            self._print("stderr", shown.shorten(self, due, now_s))
 
     def show_held(self) -> None:
         """Show what is held of its stderr."""
@@ -325,11 +325,11 @@ class ShownTracebacks:
         self._shown[text] = rank, now_s
         return False
 
-    def shorten(self, rank: int, lines: list[bytes], now_s: float) -> list[bytes]:
+    def shorten(self, worker: Worker, lines: list[bytes], now_s: float) -> list[bytes]:
         """Return lines that begin with a traceback, with a line instead of it if another has shown it."""
-        if not self.is_known(rank, lines, now_s):
+        if not self.is_known(worker.rank, lines, now_s):
             return lines
-        instead = f"{last_error(lines)} (another rank has shown this traceback)".encode()
+        instead = f"{last_error(lines)} (another {worker.word} has shown this traceback)".encode()
         return [instead, *lines[_find_error(lines).stop :]]
 
 

@@ -3,6 +3,9 @@
 The coordinator, the elastic group and the session are those of real runs (`core.elastic`, `group.elastic`,
 `strategies.elastic`). Here messages between a worker and the coordinator take a fixed time, each generation
 has a network of its own over the same links, and a fault script says who joins, leaves or is killed when.
+
+As in a real run the coordinator numbers servers first. A script speaks of workers alone: its `rank:0` is the
+one with the first number after the servers.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from shoal.core.turns import Turn, Turns
 from shoal.group.base import Group, Loss
 from shoal.group.conditions import check_script
 from shoal.group.elastic import CoordinatorLink, ElasticGroup
+from shoal.group.opening import WithServers
 from shoal.group.simulated import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.world import World
@@ -102,8 +106,8 @@ class _SharedClock:
 class ElasticWorld:
     """The coordinator of a world, and what a fault script does to the numbers of its workers.
 
-    `start` begins a worker with this number, `end` kills one. Those that are there at the start are added
-    by `open`.
+    `start` begins a server or worker with this number, `end` kills one. Those that are there at the start are
+    added by `open`.
     """
 
     def __init__(
@@ -126,7 +130,8 @@ class ElasticWorld:
         self._workers: dict[int, Turn] = {}
         """Those that have not ended."""
         self._retired: dict[int, None] = {}
-        self._latest: tuple[Form, SimulatedNetwork] | None = None
+        self._latest: tuple[Form, SimulatedNetwork, SimulatedNetwork] | None = None
+        """The last generation, the network of all its members, and that of its workers alone."""
         self._num_starts = 0
         """Of the script's time."""
         self._changing_s: float | None = None
@@ -137,10 +142,10 @@ class ElasticWorld:
             check_script(world.faults, num_workers, world.machine_of(num_workers - 1) + 1)
 
     def begin(self) -> None:
-        """Starts all workers of the beginning."""
-        for number in range(self._world.num_workers):
-            self._coordinator.add(number, self._world.machine_of(number))
-        for number in range(self._world.num_workers):
+        """Starts all servers, and the workers of the beginning."""
+        for number in range(self._world.size):
+            self._add(number)
+        for number in range(self._world.size):
             self._workers[number] = self._start(number)
         self.restart()
 
@@ -148,7 +153,7 @@ class ElasticWorld:
         """Opens a worker's group, in its thread; one that joins is in no generation yet."""
         self._links[number] = link = SimulatedLink(number, self._turns, self._take)
         group = ElasticGroup(link, SoloGroup(self._world.patience), self._open_generation)
-        if number < self._world.num_workers:
+        if number < self._world.size:
             group.regroup(0, is_fresh=True)
         return group
 
@@ -182,7 +187,7 @@ class ElasticWorld:
         self.faults_began_s = self._turns.clock.now_s()
         if self._world.faults is None:
             return
-        script, number = self._world.faults, self._world.num_workers
+        script, number = self._world.faults, self._world.size
         schedule, joining = Schedule(script, self._world.seed), {}
         for fault in script.fault:
             if isinstance(fault, JoinWorld):
@@ -197,12 +202,12 @@ class ElasticWorld:
     def _concerned(self, event: Event, schedule: Schedule) -> list[int]:
         world = self._world
         return [
-            number
-            for number in range(world.num_workers + world.num_joining)
+            world.num_servers + rank
+            for rank in range(world.num_workers + world.num_joining)
             if event.concerns(
                 (
-                    *schedule.names_of(Address("rank", number), None),
-                    *schedule.names_of(Address("machine", world.machine_of(number)), None),
+                    *schedule.names_of(Address("rank", rank), None),
+                    *schedule.names_of(Address("machine", world.machine_of(rank)), None),
                 )
             )
         ]
@@ -220,10 +225,17 @@ class ElasticWorld:
 
     def _join(self, number: int) -> None:
         if self._workers:  # otherwise the run is over
-            self._coordinator.add(number, self._world.machine_of(number))
+            self._add(number)
             self._workers[number] = self._start(number)
 
     # The coordinator.
+
+    def _add(self, number: int) -> None:
+        world = self._world
+        rank = number - world.num_servers
+        # no worker is on a server's machine
+        machine = world.machine_of(rank) if rank >= 0 else world.num_workers + world.num_joining + number
+        self._coordinator.add(number, machine, is_server=rank < 0)
 
     def _take(self, number: int, message: UpMessage) -> None:
         self._coordinator.take(number, message)
@@ -259,8 +271,8 @@ class ElasticWorld:
     # Generations.
 
     def _open_generation(self, form: Form, group: ElasticGroup, deadline: Deadline) -> Group:
-        number = group.link.number
-        network = self._network_of(form)
+        number, num_servers = group.link.number, self._world.num_servers
+        everybody, workers = self._networks_of(form)
         try:
             group.gather(form, "all are here", True, deadline)
         except BaseException:
@@ -268,23 +280,43 @@ class ElasticWorld:
             raise
         machines = list(dict.fromkeys(place.machine for place in form.places))
         dense = [machines.index(place.machine) for place in form.places]
-        return SimulatedGroup(network, form.rank_of(number), dense, self._world.patience)
+        rank, patience = form.rank_of(number), self._world.patience
+        both = SimulatedGroup(everybody, rank, dense, patience)
+        if not num_servers:
+            return both
+        inner: Group = SoloGroup(patience)
+        if rank >= num_servers:
+            homes = [machine - num_servers for machine in dense[num_servers:]]
+            inner = SimulatedGroup(workers, rank - num_servers, homes, patience)
+        return WithServers(inner, both, num_servers)
 
-    def _network_of(self, form: Form) -> SimulatedNetwork:
+    def _networks_of(self, form: Form) -> tuple[SimulatedNetwork, SimulatedNetwork]:
         if self._latest is None or self._latest[0].generation != form.generation:
-            addresses = [self._world.address_of(place.number) for place in form.places]
-            self._latest = form, SimulatedNetwork(self._turns, self._conditions, addresses)
-        return self._latest[1]
+            num_servers, numbers = self._world.num_servers, [place.number for place in form.places]
+            servers = [Address("server", number) for number in numbers[:num_servers]]
+            homes = [self._world.address_of(number - num_servers) for number in numbers[num_servers:]]
+            everybody = workers = SimulatedNetwork(self._turns, self._conditions, [*servers, *homes])
+            if servers:
+                workers = SimulatedNetwork(self._turns, self._conditions, homes)
+            self._latest = form, everybody, workers
+        return self._latest[1:]
 
     def _lose(self, number: int, reason: str) -> None:
-        """Has the others of the latest generation miss a worker that is in it, or was to come."""
+        """Has the others of the latest generation miss one that is in it, or was to come."""
         if self._latest is None:
             return
-        form, network = self._latest
-        numbers = [place.number for place in form.places]
-        if number not in numbers or numbers.index(number) not in network.present:
+        form, everybody, workers = self._latest
+        numbers, num_servers = [place.number for place in form.places], self._world.num_servers
+        if number not in numbers:
             return
         rank = numbers.index(number)
+        self._lose_from(everybody, rank, reason)
+        if rank >= num_servers > 0:
+            self._lose_from(workers, rank - num_servers, reason)
+
+    def _lose_from(self, network: SimulatedNetwork, rank: int, reason: str) -> None:
+        if rank not in network.present:
+            return
         loss = Loss(rank, reason, at_s=self._turns.now_s + NOTICED_AFTER_S)
 
         def notice() -> None:

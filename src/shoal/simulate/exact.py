@@ -276,7 +276,7 @@ def run_exact(
     that a worker keeps: those that join have the numbers after the others.
     """
     if world.is_elastic:
-        return _run_elastic(world, work)
+        return _run_elastic(world, work, serve or work)
     turns = Turns()
     conditions = Conditions(world.profile, seed=world.seed)
     homes = world.addresses()
@@ -324,26 +324,31 @@ def run_exact(
     return outcomes
 
 
-def _run_elastic(world: World, work: Callable[[SimulatedWorker], T]) -> list[SimulatedOutcome[T]]:
-    turns = Turns()
+def _run_elastic(
+    world: World, work: Callable[[SimulatedWorker], T], serve: Callable[[SimulatedWorker], T]
+) -> list[SimulatedOutcome[T]]:
+    turns, num_servers = Turns(), world.num_servers
     values: dict[int, T] = {}
     threads: dict[int, Turn] = {}
 
     def start(number: int) -> Turn:
-        threads[number] = turns.add(f"rank {number}", partial(live, number))
+        name = f"server {number}" if number < num_servers else f"rank {number - num_servers}"
+        threads[number] = turns.add(name, partial(live, number))
         return threads[number]
 
     def live(number: int, turn: Turn) -> None:
-        has_left = False
+        has_left, is_server = False, number < num_servers
         try:
             with elastic.open(number) as group:
-                worker = SimulatedWorker(number, group, turn, turns.clock, world)
+                rank = number if is_server else number - num_servers
+                worker = SimulatedWorker(rank, group, turn, turns.clock, world)
                 worker.elastic = elastic
-                if world.faults is not None:
-                    faulty = _faulty(world, group, turns, leave=partial(elastic.leave, number))
+                if world.faults is not None and not is_server:
+                    leave = partial(elastic.leave, number)
+                    faulty = _faulty(world, group, turns, num_servers, leave)
                     faulty.restart(elastic.faults_began_s)
                     worker.group, worker.scripts = faulty, [faulty]
-                values[number] = work(worker)
+                values[number] = (serve if is_server else work)(worker)
             has_left = True
         except BaseException as error:
             has_left = _has_left(error)
@@ -361,10 +366,13 @@ def _run_elastic(world: World, work: Callable[[SimulatedWorker], T]) -> list[Sim
     elastic.begin()
     turns.run([])
     outcomes = []
-    for number in sorted(threads):
-        has_left = _has_left(threads[number].error)
+    for number in [*sorted(number for number in threads if number >= num_servers), *range(num_servers)]:
+        value, has_left = values.get(number), _has_left(threads[number].error)
         error = None if has_left else _error_of(threads[number])
-        outcomes.append(SimulatedOutcome(number, "worker", values.get(number), error, has_left))
+        if number < num_servers:
+            outcomes.append(SimulatedOutcome(number, "server", value, error))
+        else:
+            outcomes.append(SimulatedOutcome(number - num_servers, "worker", value, error, has_left))
     return outcomes
 
 

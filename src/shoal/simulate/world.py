@@ -13,6 +13,11 @@ import msgspec
 from shoal.core import Address, UsageError
 from shoal.transport import FaultScript, Profile
 from shoal.transport.network.distributions import Delay, Draws, Positive, Sampler, sampler_of
+from shoal.transport.network.faults import JoinWorld, Kill, LeaveWorld, Slow
+
+_WITH_SERVERS = (Kill, JoinWorld, LeaveWorld, Slow)
+"""The faults of elastic worlds with servers: others happen to operations, of which each generation has new
+ones there."""
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,11 +57,15 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"A world of {self.num_workers} workers and {self.num_servers} servers is none.",
                 next_step="give 1 worker or more.",
             )
-        if self.is_elastic and self.num_servers:
-            raise UsageError(
-                "A world with parameter servers does not grow or shrink while it trains yet.",
-                next_step="leave out what lets workers join or leave, or take a strategy without servers.",
-            )
+        if self.is_elastic and self.num_servers and self.faults is not None:
+            for index, fault in enumerate(self.faults.fault):
+                if not isinstance(fault, _WITH_SERVERS) or fault.at_step is not None:
+                    raise UsageError(
+                        f"Fault {index} cannot happen where parameter servers keep the model of workers that "
+                        "come and go.",
+                        cause="there a script may kill, join, leave and slow workers, each at a time (at_s).",
+                        next_step="leave that fault out, or take a strategy without servers.",
+                    )
         unknown = [
             rank for rank in self.compute.factors if not 0 <= rank < self.num_workers + self.num_joining
         ]

@@ -31,9 +31,8 @@ from shoal.data.course import merge
 from shoal.data.kept import kept_loaders
 from shoal.group import share
 from shoal.group.elastic import ElasticGroup
-from shoal.group.states import take_state
-from shoal.strategies.averaging import has_mean
-from shoal.tensors.buckets import packed_on_devices
+from shoal.strategies.averaging import has_mean, packed_on_devices
+from shoal.strategies.start import take_state
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
 
 if TYPE_CHECKING:
@@ -42,13 +41,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _TRANSFER_S = 3600.0
 """A state that is larger than the lines between workers carry in an hour is not taken."""
-_TELL_EVERY_S, _MIN_STEPS_AHEAD = 0.1, 4
-"""A worker that does not go in lockstep says about so often, and so many steps ahead, how far it is."""
+_TELL_EVERY_S = 0.1
+"""A worker that learns by itself between two rounds says about so often how far it is, or after each step."""
 _MAX_LISTED = 20
 """So many lost examples are named in the log; the loader's `lost_items` has all of them."""
 
 _sessions: WeakKeyDictionary[ElasticGroup, list[ElasticTraining]] = WeakKeyDictionary()
 """What is attached in a group, in the order in which all workers attach it."""
+
+
+class _Note(msgspec.Struct, array_like=True):
+    """What the others shall know of a worker that has gone."""
+
+    generation: int
+    places: list[Any] = []
+    """How far its loaders are."""
+    num_since: int = 0
+    """The steps since it last shared what it has learned."""
+    num_ahead: int = 0
+    """So many steps more it may do before it says how far it is again."""
 
 
 class _Account(msgspec.Struct, array_like=True):
@@ -66,12 +77,10 @@ class _Account(msgspec.Struct, array_like=True):
     """How far its loaders are."""
     dropped: list[Any]
     """How far they were when it dropped a step, if it has just done so."""
-    noticed: dict[int, list[Any]]
-    """After how many steps it noticed the loss of a rank of that generation, and how far they were then."""
-    left: dict[int, list[Any]]
-    """How far the loaders of ranks of that generation were that have left in order."""
-    lost: dict[int, list[Any]]
-    """The same of ranks that were lost, as they said last, and how many items more they may have taken."""
+    left: dict[int, _Note]
+    """What ranks of that generation have said that have left in order."""
+    lost: dict[int, _Note]
+    """What those have said last that were lost."""
 
 
 class ElasticTraining:
@@ -82,6 +91,8 @@ class ElasticTraining:
         """Are told the old and the new number of workers, when it has changed."""
         self.error: PeerLost | None = None
         """Why this worker cannot go on in the present group."""
+        self.can_share = False
+        """Whether there is somebody to share with, and nothing has failed."""
         self.has_trained = False
         """Whether the session has started in a group, and has a state."""
         self.is_whole = False
@@ -91,26 +102,21 @@ class ElasticTraining:
         self._session = session
         self._group = group
         self._loaders = kept_loaders(group)
+        self._attached = _sessions.setdefault(group, [])
         self._generation, self._rank, self._size = 0, 0, 0
         self._numbers: list[int] = []
         """The numbers of the workers of that generation, by rank."""
-        self._noticed: dict[int, list[Any]] = {}
         self._dropped: list[Any] = []
         self._tell_step = 0
-        """After which step this worker says again how far it is, where workers do not go in lockstep."""
+        """After which step this worker says again how far it is."""
         self._told_epochs: list[int] = []
-
-    @property
-    def can_share(self) -> bool:
-        """Whether there is somebody to share with, and nothing has failed."""
-        return self.error is None and not self._session.is_alone
 
     def begin(self, *, should_start_equal: bool) -> None:
         """Starts in the group, in the next generation if this one is over. Collective."""
-        group, attached = self._group, _sessions.setdefault(self._group, [])
+        group = self._group
         group.link.is_lockstep = self._session.strategy.is_lockstep
-        attached.append(self)
-        if group.is_pending or (len(attached) == 1 and group.is_due(0)):
+        self._attached.append(self)
+        if group.is_pending or (self._is_first and group.is_due(0)):
             _regroup(group, None)
             return
         try:
@@ -121,19 +127,12 @@ class ElasticTraining:
 
     def ended(self) -> None:
         """Takes note of the session's end."""
-        attached = _sessions.get(self._group, [])
-        if self in attached:
-            attached.remove(self)
+        if self in self._attached:
+            self._attached.remove(self)
 
     def interrupt(self, error: PeerLost) -> None:
         """Ends the present generation for this worker, because of a loss."""
-        if self.error is None and isinstance(error.peer, int) and not self._session.strategy.shares_gradients:
-            self.notice(error.peer)
-        self.error = self.error or error
-
-    def notice(self, rank: int) -> None:
-        """Remembers how far this worker was when it noticed the loss of another."""
-        self._noticed.setdefault(rank, [self._session.steps, _places(self._group)])
+        self.error, self.can_share = self.error or error, False
 
     def step_ended(self, *, is_dropped: bool) -> None:
         """Looks, between two steps, whether the group is to become another one.
@@ -141,19 +140,18 @@ class ElasticTraining:
         After a dropped step the loaders give its examples again, unless it turns out that others have done
         the step with what this worker gave to it.
         """
-        group = self._group
+        group, strategy = self._group, self._session.strategy
         if is_dropped:
-            self._dropped = _places(group)
+            self._dropped = self._places()
             self._loaders.roll_back()
         else:
             self._loaders.mark()
         if self.error is not None:
             _regroup(group, self.error)
-            return
-        if _sessions[group][0] is self:
-            if not group.link.is_lockstep:
+        elif self._is_first:
+            if not strategy.shares_gradients:
                 self._tell_progress()
-            if group.is_due(self._session.steps):
+            if group.is_due(strategy.steps):
                 _regroup(group, None)
 
     def take_over(self) -> bool:
@@ -167,16 +165,15 @@ class ElasticTraining:
             self._generation,
             self._rank,
             self._size,
-            _places(self._group),
+            self._places(),
             self._dropped,
-            self._noticed,
-            {rank: places for rank, (places, _) in self._told(self._group.left_notes).items() if places},
+            self._told(self._group.left_notes),
             self._told(self._group.lost_notes),
         )
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         trained = [each for each in accounts if each.has_trained]
         if not trained:
-            kept_loaders(self._group).place(group.rank, group.size)
+            self._loaders.place(group.rank, group.size)
             return False
         ahead = max(trained, key=lambda each: (each.steps, -each.rank))
         if strategy.shares_gradients:
@@ -287,15 +284,16 @@ class ElasticTraining:
 
     def _divide_anew(self, trained: Sequence[_Account], first: int) -> None:
         """Divides what is left of the loaders' epochs among those who are there now."""
-        group, loaders = self._session.group, kept_loaders(self._group)
-        if _sessions[self._group][0] is not self:
+        group, loaders = self._session.group, self._loaders
+        if not self._is_first:
             return  # the loaders are the group's: they have been divided with its first session
-        strategy = self._session.strategy
         newest = max(each.generation for each in trained)
         known = [each for each in trained if each.generation == newest]
         size = known[0].old_size
-        left = {rank: places for each in known for rank, places in each.left.items()}
-        lost = {rank: told for each in known for rank, told in each.lost.items()}
+        left = {rank: note.places for each in known for rank, note in each.left.items()}
+        # with equal gradients a step counts for all workers, or is done again by the others
+        is_equal = self._session.strategy.shares_gradients
+        lost = {} if is_equal else {rank: note for each in known for rank, note in each.lost.items()}
         states = take_state(group, loaders.states, first)
         loaders.add_lost(take_state(group, loaders.lost, first))
         merged: list[Mapping[str, Any] | None] = []
@@ -308,27 +306,12 @@ class ElasticTraining:
             others |= {rank: left[rank][number] for rank in left if number < len(left[rank])}
             nearest = min(others.values(), key=_order)
             gone = [rank for rank in range(size) if rank not in others]
-            # with equal gradients a step counts for all workers, or is done again by the others
-            for rank in [] if strategy.shares_gradients else [rank for rank in gone if rank in lost]:
-                if strategy.is_lockstep:
-                    noticed = [each.noticed[rank] for each in known if rank in each.noticed]
-                    seen = [(steps, places[number]) for steps, places in noticed if number < len(places)]
-                    seen = [(steps, place) for steps, place in seen if place is not None]
-                    steps, place = min(
-                        seen, key=lambda one: _order(one[1]), default=(self._session.steps, nearest)
-                    )
-                    # between two rounds workers are not together
-                    num_since, period = steps % strategy.options.local_steps, strategy.options.local_steps
-                    num_batches = num_since + 1
-                    num_more = (period - num_since) * loaders.items_per_step[number] if period > 1 else 0
-                else:
-                    places, more = lost[rank]
-                    place = places[number] if number < len(places) else None
-                    place = [*nearest[:2], 0] if place is None else place
-                    num_batches = strategy.options.local_steps
-                    num_more = more[number] if number < len(more) else 0
-                others[rank] = place
-                items = loaders.note_lost(number, place, (rank, size), num_batches, num_more)
+            for rank in [rank for rank in gone if rank in lost]:
+                note = lost[rank]
+                place = note.places[number] if number < len(note.places) else None
+                others[rank] = place = [*nearest[:2], 0] if place is None else place
+                num_more = (note.num_ahead + 1) * loaders.items_per_step[number] if note.num_ahead else 0
+                items = loaders.note_lost(number, place, (rank, size), note.num_since + 1, num_more)
                 if items and group.rank == first:
                     _tell_lost(place[0], items)
             merged.append(merge(state, others, size, lost=gone))
@@ -336,34 +319,45 @@ class ElasticTraining:
 
     # What the others know of this worker when it has gone.
 
-    def note(self, num_more: Sequence[int] = ()) -> bytes:
-        """Says how far this worker's loaders are, and how many items more it may take of each."""
-        return msgspec.msgpack.encode([self._generation, _places(self._group), num_more])
+    def note(self, num_ahead: int = 0) -> bytes:
+        """Says how far this worker is, and how many steps more it may do before it says so again."""
+        strategy = self._session.strategy
+        num_since = strategy.steps % strategy.options.local_steps
+        return msgspec.msgpack.encode(_Note(self._generation, self._places(), num_since, num_ahead))
 
     def _tell_progress(self) -> None:
         """Tells the coordinator now and then how far this worker is, and may go before it says so again.
 
-        Where workers do not go in lockstep, the others do not know how far one was that is lost.
+        Where gradients are equal the others know it: a step counts for all, or is done again.
         """
-        loaders, steps = kept_loaders(self._group), self._session.steps
-        epochs = loaders.epochs
+        steps, epochs = self._session.steps, self._loaders.epochs
         if steps >= self._tell_step or epochs != self._told_epochs:
-            num_steps = max(_MIN_STEPS_AHEAD, self._group.link.num_steps_in(_TELL_EVERY_S))
-            self._tell_step, self._told_epochs = steps + num_steps, epochs
-            num_more = [(num_steps + 1) * num_items for num_items in loaders.items_per_step]
-            self._group.link.send(Progress(self.note(num_more)))
+            num_ahead = self._group.link.num_steps_in(_TELL_EVERY_S)
+            self._tell_step, self._told_epochs = steps + num_ahead, epochs
+            self._group.link.send(Progress(self.note(num_ahead)))
 
-    def _told(self, notes: Mapping[int, bytes]) -> dict[int, list[Any]]:
+    def _told(self, notes: Mapping[int, bytes]) -> dict[int, _Note]:
         """Finds, by rank of the last generation, what those have said who have gone.
 
         Who has said nothing there, has done nothing there.
         """
-        told: dict[int, list[Any]] = {}
+        told: dict[int, _Note] = {}
         for number, note in notes.items():
             if number in self._numbers:
-                generation, *rest = msgspec.msgpack.decode(note) if note else [0]
-                told[self._numbers.index(number)] = rest if generation == self._generation else [[], []]
+                said = msgspec.msgpack.decode(note, type=_Note) if note else _Note(0)
+                is_new = said.generation == self._generation
+                told[self._numbers.index(number)] = said if is_new else _Note(self._generation)
         return told
+
+    def _places(self) -> list[Any]:
+        """Gives how far each loader is: its epoch, what earlier generations took of that, and this one."""
+        states = self._loaders.states()
+        return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this session is the group's first, which speaks for the loaders, and for all others."""
+        return self._attached[0] is self
 
     def _entered(self) -> None:
         """Takes note that the session has started in the present generation."""
@@ -374,9 +368,9 @@ class ElasticTraining:
         self._group.lost_notes.clear()
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
         self._numbers = [place.number for place in form.places[self._group.num_servers :]]
-        self._noticed, self._dropped = {}, []
-        if not self._group.link.is_lockstep and _sessions[self._group][0] is self:
-            self._tell_step = 0
+        self._dropped, self._tell_step = [], 0
+        self.can_share = not self._session.is_alone
+        if self._is_first and not self._session.strategy.shares_gradients:
             self._tell_progress()
         if old_size and old_size != self._size:
             for follow in self.followers:
@@ -432,11 +426,6 @@ def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
         each._session.abandon()
     tell_launcher(phase="left")
     raise SystemExit(0)
-
-
-def _places(group: ElasticGroup) -> list[Any]:
-    states = kept_loaders(group).states()
-    return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
 
 
 def _order(place: Sequence[Any]) -> tuple[int, int, int]:

@@ -332,8 +332,6 @@ class TrainingSession:
                 raise lost_mate(loss)
             if rank not in self._announced:
                 self._announced.append(rank)
-                if self.elastic is not None:
-                    self.elastic.notice(rank)
                 # the group has warned of the loss and its reason
                 log.info(
                     "%s on rank %d goes on without rank %d, lost in round %d: %s",

@@ -101,11 +101,9 @@ class ParameterServer(Strategy):
         """
         elastic = elastic_of(self.group)
         if self.group.role == "server":
-            if elastic is not None:
-                self._serve_generations(elastic, model, optimizer)
-            else:
-                while self.serve(model, optimizer):
-                    pass
+            while self.serve(model, optimizer):
+                pass
+            if elastic is None:
                 self.group.leave()
             raise SystemExit(0)
         is_pending = elastic is not None and elastic.is_pending
@@ -117,12 +115,23 @@ class ParameterServer(Strategy):
         return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
 
     def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Takes part as a server until the workers detach; tells whether they stay, and may attach again."""
-        everybody = self.group.everybody
-        if everybody is None or self.group.role != "server":
+        """Takes part as a server until the workers detach; tells whether they stay, and may attach again.
+
+        Where workers come and go it serves those of every generation, until the run is over.
+        """
+        if self.group.everybody is None or self.group.role != "server":
             raise UsageError(
                 "serve() is for a parameter server.", next_step="call attach(), on workers and servers alike."
             )
+        elastic = elastic_of(self.group)
+        if elastic is None:
+            return self._serve_generation(model, optimizer)
+        self._serve_generations(elastic, model, optimizer)
+        return False
+
+    def _serve_generation(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        everybody = self.group.everybody
+        assert everybody is not None
         tell_launcher(survives_loss=self.survives_loss)
         everybody.barrier().wait(Deadline.never())
         if all(rank < self.group.num_servers for rank in everybody.members):
@@ -155,7 +164,7 @@ class ParameterServer(Strategy):
         while True:
             error: PeerLost | None = None
             try:
-                self.serve(model, optimizer)
+                self._serve_generation(model, optimizer)
             except PeerLost as lost:
                 error = lost
             try:
