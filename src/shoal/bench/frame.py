@@ -154,6 +154,7 @@ SCENARIOS: dict[str, str] = {
     "experts": "shoal.bench.experts:ExpertsScenario",
     "latency": "shoal.bench.latency:LatencyScenario",
     "scaling": "shoal.bench.scaling:ScalingScenario",
+    "swarm": "shoal.bench.swarm:SwarmScenario",
     "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
     "virtual": "shoal.bench.virtual:VirtualScenario",

@@ -59,6 +59,7 @@ from shoal.bench.latency import (
 from shoal.bench.ranks import HostFlags
 from shoal.bench.scaling import ScalingFlags, scaling_config
 from shoal.bench.scaling_tables import scaling_items, summarize_scaling
+from shoal.bench.swarm import SwarmFlags, summarize_swarm, swarm_config
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
 from shoal.bench.training_tables import summarize_training, training_items
@@ -96,6 +97,13 @@ def virtual(context: typer.Context, config: VirtualConfig, run: VirtualRunFlags)
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     Profile.load(config.profile)  # complains before anything is started
     run_and_tell(context, "virtual", config, run, summarize_virtual)
+
+
+@app.command()
+@with_flags()
+def swarm(context: typer.Context, flags: SwarmFlags, run: RunFlags) -> None:
+    """Rounds of a swarm of processes, clean and with a peer killed or stopped, beside the transport alone."""
+    run_and_tell(context, "swarm", swarm_config(flags, run), run, summarize_swarm)
 
 
 _LATEST = {"true": "--latest", "false": "--no-latest"}
