@@ -31,7 +31,7 @@ from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items, title_line
 
 if TYPE_CHECKING:
@@ -587,7 +587,7 @@ def _table(report: Report, cases: Mapping[CollectiveCase, Mapping[str, Row]]) ->
 
 def _place_text(num_machines: int, num_workers: int) -> str:
     """'2 workers', or '2 machines of 1 worker'."""
-    workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    workers = counted(num_workers, "worker")
     return f"{num_machines} machines of {workers}" if num_machines else workers
 
 

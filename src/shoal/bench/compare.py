@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.bench.compare_workers import RealContest
 from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell, curve, measured
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -360,27 +360,6 @@ def tuning_of(facts: TaskFacts) -> str:
     return f"tuning_{facts.score}"
 
 
-def metrics_of(facts: TaskFacts) -> Metrics:
-    """Of a contest at one task."""
-    return {
-        SECONDS: ("s", "lower"),
-        BYTES: ("B", "lower"),
-        STEPS: ("", "lower"),
-        final_of(facts): ("", facts.direction),
-        worst_of(facts): ("", facts.direction),
-        DISTANCE: ("", "lower"),
-        MEAN_STALENESS: ("", "lower"),
-        RUN_SECONDS: ("s", "lower"),
-        SENT: ("B", "lower"),
-        tuning_of(facts): ("", facts.direction),
-        CHOSEN: ("", "higher"),
-        STALENESS: ("", "lower"),
-        WAITED: ("s", "lower"),
-        NOT_REACHED: ("", "lower"),
-        ENDED_EARLY: ("", "lower"),
-    }
-
-
 class Finish(msgspec.Struct, frozen=True):
     """All runs of one contender in the contest."""
 
@@ -396,16 +375,13 @@ class Finish(msgspec.Struct, frozen=True):
     def told(self, config: CompareConfig) -> Iterator[Measured | MeasuredCurve]:
         """One sample, and one line, for each seed."""
         facts = facts_of(config.task)
-        metrics = metrics_of(facts)
         for record in self.records:
-            figures = _figures(record, facts, config.target)
-            for metric in metrics:
-                if metric in figures:
-                    yield measured(metrics, metric, self.key, [figures[metric]])
+            for metric, figure in _figures(record, facts, config.target).items():
+                yield measured(metric, self.key, [figure])
             yield from self._curves(record, facts)
             for behind, count in sorted(record.staleness.items()):
-                yield measured(metrics, STALENESS, {**self.key, "behind": behind}, [float(count)])
-        yield from self._waits(metrics)
+                yield measured(STALENESS, {**self.key, "behind": behind}, [float(count)])
+        yield from self._waits()
         arrived: list[CourseRecord] = []
         missed: list[CourseRecord] = []
         for record in self.records:
@@ -413,10 +389,10 @@ class Finish(msgspec.Struct, frozen=True):
             (arrived if is_reached else missed).append(record)
         for why, count in reasons_of(missed, edge_of(config, self.rate)).items():
             for _ in range(count):
-                yield measured(metrics, NOT_REACHED, {**self.key, "why": why}, [1.0])
+                yield measured(NOT_REACHED, {**self.key, "why": why}, [1.0])
         for record in arrived:
             if record.has_ended_early:
-                yield measured(metrics, ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
+                yield measured(ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
 
     def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[MeasuredCurve]:
         if not record.moments:
@@ -427,15 +403,9 @@ class Finish(msgspec.Struct, frozen=True):
             "bytes": [float(moment.moved_bytes) for moment in record.moments],
         }
         for metric, values in _courses(record.moments, facts).items():
-            yield MeasuredCurve(
-                key=self.key,
-                metric=metric,
-                unit="",
-                direction=facts.direction if facts.score in metric else "lower",
-                points={**axes, "value": values},
-            )
+            yield curve(metric, self.key, {**axes, "value": values})
 
-    def _waits(self, metrics: Metrics) -> Iterator[Measured]:
+    def _waits(self) -> Iterator[Measured]:
         maps = [record.waited_s for record in self.records if record.waited_s]
         if not maps or len(maps[0]) > MAX_MAPPED:
             return
@@ -446,7 +416,7 @@ class Finish(msgspec.Struct, frozen=True):
                     continue
                 key = {**self.key, "rank": rank, "waited_for": awaited}
                 for wait_s in waits_s:
-                    yield measured(metrics, WAITED, key, [wait_s])
+                    yield measured(WAITED, key, [wait_s])
 
 
 def edge_of(config: CompareConfig, rate: float) -> str:
@@ -475,12 +445,10 @@ def _figures(record: CourseRecord, facts: TaskFacts, target: float) -> dict[str,
         final_of(facts): last.value,
         worst_of(facts): last.worst,
         DISTANCE: last.consensus_distance,
-        RUN_SECONDS: last.at_s,
-        SENT: float(last.moved_bytes),
     }
     if record.mean_staleness is not None:
         figures[MEAN_STALENESS] = record.mean_staleness
-    return figures
+    return {**figures, RUN_SECONDS: last.at_s, SENT: float(last.moved_bytes)}
 
 
 def _courses(moments: Sequence[Moment], facts: TaskFacts) -> dict[str, list[float]]:
@@ -543,7 +511,6 @@ class CompareScenario:
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
         """Tune, then compete; a contender whose run fails is a row, and the others go on."""
         config = self._config
-        metrics = metrics_of(facts_of(config.task))
         began_s = time.perf_counter()
         tried = self._tuned(tell) if config.is_tuned else {}
         tuned_s = time.perf_counter()
@@ -558,10 +525,10 @@ class CompareScenario:
             else:
                 why = why_no_rate(tried[contender.name])
                 for _ in config.seeds:
-                    yield measured(metrics, NOT_REACHED, {**key, "why": why}, [1.0])
+                    yield measured(NOT_REACHED, {**key, "why": why}, [1.0])
             if failures:
                 final = final_of(facts_of(config.task))
-                yield measured(metrics, final, key, error=one_line(failures[0]))
+                yield measured(final, key, error=one_line(failures[0]))
         yield from self._tuning_rows(tried, rates)
         walls = {"wall_s": time.perf_counter() - began_s, "tuning_wall_s": tuned_s - began_s}
         yield Noted(facts={**walls, "num_processes": self._num_processes})
@@ -600,17 +567,16 @@ class CompareScenario:
         self, tried: Mapping[str, Mapping[float, Ran]], rates: Mapping[str, float]
     ) -> Iterator[Measured]:
         """Last scores by rate, and which rate each competed with."""
-        facts = facts_of(self._config.task)
-        metrics, metric = metrics_of(facts), tuning_of(facts)
+        metric = tuning_of(facts_of(self._config.task))
         for name, by_rate in tried.items():
             for rate, ran in by_rate.items():
                 key = {"strategy": name, "learning_rate": rate}
                 if isinstance(ran, BenchmarkError):
-                    yield measured(metrics, metric, key, error=one_line(ran))
+                    yield measured(metric, key, error=one_line(ran))
                 elif not ran.error and ran.moments:
-                    yield measured(metrics, metric, key, [ran.moments[-1].value])
+                    yield measured(metric, key, [ran.moments[-1].value])
         for name, rate in rates.items():
-            yield measured(metrics, CHOSEN, {"strategy": name, "learning_rate": rate}, [1.0])
+            yield measured(CHOSEN, {"strategy": name, "learning_rate": rate}, [1.0])
 
     def _contest(self, rates: Mapping[str, float], tell: Tell) -> Iterator[tuple[Contender, list[Ran]]]:
         """Each contender with its runs, none for one without a rate; as they are done."""

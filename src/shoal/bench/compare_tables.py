@@ -32,7 +32,7 @@ from shoal.report import Report
 from shoal.report.schema import label_of, with_failed
 from shoal.report.statistics import MIN_SEEDS
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
@@ -211,7 +211,7 @@ def conditions(config: CompareConfig) -> list[str]:
         f"{config.task}: {facts.description}.",
         f"{where}; split {config.split}.",
         f"A step costs a worker {_cost(world)}.",
-        f"{seeds_of(config)}; {how_long}; SGD with momentum {config.momentum:g}.",
+        f"{counted(len(config.seeds), 'seed')}; {how_long}; SGD with momentum {config.momentum:g}.",
         "Equal for all with one seed: first weights, division of data, batches, links, number of steps.",
     ]
     rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
@@ -234,11 +234,6 @@ def _cost(world: World) -> str:
     slow = [f"rank {rank} {factor:g} times that" for rank, factor in world.compute.factors.items()]
     faults = f"; faults: {world.faults.name or len(world.faults.fault)}" if world.faults is not None else ""
     return ", ".join([text, *slow]) + faults
-
-
-def seeds_of(config: CompareConfig) -> str:
-    """How many seeds there are, in words."""
-    return f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
 
 
 def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> Table:
@@ -269,7 +264,11 @@ def _ranking_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
     columns: list[Column] = [Column("")]
     for name, _ in RANKED.values():
         columns += [Column(f"by {name}", "left", wraps=True), Column("")]
-    few = f" ({seeds_of(config)}: others may change the order)" if len(config.seeds) < MIN_SEEDS else ""
+    few = (
+        f" ({counted(len(config.seeds), 'seed')}: others may change the order)"
+        if len(config.seeds) < MIN_SEEDS
+        else ""
+    )
     table = Table(f"Who reached {target} with every seed, and what it took on average{few}", tuple(columns))
     for place in range(max(map(len, orders.values()))):
         cells = [str(place + 1)]
@@ -323,7 +322,7 @@ def latex_of(report: Report) -> str:
     caption = (
         f"{config.task}, {config.world.num_workers} workers, {network} network, split {config.split}: "
         f"{facts.score} after {config.steps} steps, and time, traffic and steps to {target}. "
-        f"Mean ± standard deviation over {seeds_of(config)}."
+        f"Mean ± standard deviation over {counted(len(config.seeds), 'seed')}."
     )
     return latex_table(names, columns, caption, f"tab:{config.task}")
 

@@ -15,7 +15,15 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import Helper, LocalWorkers, Parent, Place, WorkerSettings, one_line
+from shoal.bench.workers import (
+    LocalWorkers,
+    Parent,
+    Place,
+    WorkerSettings,
+    one_line,
+    server_place,
+    start_servers,
+)
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
@@ -39,7 +47,7 @@ class RealContest:
     """Processes that do one job after another; a context manager. Started by the first job."""
 
     def __init__(self, num_workers: int) -> None:
-        settings = WorkerSettings("shoal.bench.compare_workers:work", num_workers, answer_s=_ANSWER_S)
+        settings = WorkerSettings("shoal.bench.compare_workers:RealWorker", num_workers, answer_s=_ANSWER_S)
         self._num_workers = num_workers
         self._stack = contextlib.ExitStack()
         self._crew = self._stack.enter_context(LocalWorkers(settings))
@@ -71,9 +79,9 @@ class RealContest:
         plain = errand.plain()
         if not self._crew.is_running:
             self._crew.ask("ready", errand=plain)
-        for server in range(errand.world.num_servers):
-            role = {"errand": plain, "server": server}
-            self._crew.start_helper(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
+        start_servers(
+            self._crew, "shoal.bench.compare_workers:serve_job", errand.world.num_servers, errand=plain
+        )
         return self._crew.ask("train", errand=plain)
 
     def _check(self, job: Job, world: World) -> None:
@@ -144,16 +152,11 @@ class StoredLog(msgspec.Struct, frozen=True):
     file: str
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    return RealWorker(place)
-
-
 class RealWorker:
     """One worker of a contest; its methods are the orders."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        place.set_up_process()
         self._place = place
 
     def ready(self, errand: dict[str, Any]) -> None:
@@ -166,10 +169,9 @@ class RealWorker:
         """Do one job, from the opening of its group to its end."""
         place, given = self._place, RealErrand.read(errand)
         name, world = given.group_name, given.world
-        if world.num_servers:
-            opened = place.open_with_servers(name, world.num_servers)
-        else:
-            opened = place.open_group(name, workers_per_machine=world.workers_per_machine)
+        opened = place.open_group(
+            name, workers_per_machine=world.workers_per_machine, num_servers=world.num_servers
+        )
         trainer = Trainer(make_task(given.job), place.rank)
         with opened:
             group = shaped(opened, world)
@@ -180,13 +182,11 @@ class RealWorker:
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
-    place = msgspec.convert(arguments["place"], Place)
-    place.set_up_process()
-    errand = RealErrand.read(arguments["arguments"]["errand"])
-    server = int(arguments["arguments"]["server"])
-    with place.open_with_servers(errand.group_name, errand.world.num_servers, server) as group:
+    place, role = server_place(arguments)
+    errand = RealErrand.read(role["errand"])
+    with place.open_with_servers(errand.group_name, errand.world.num_servers, role["server"]) as group:
         staleness = serve(make_task(errand.job), shaped(group, errand.world))
-        write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
+        write_atomically(errand.file_of_server(place.folder, role["server"]), msgspec.json.encode(staleness))
 
 
 def shaped(group: Group, world: World) -> Shaped:

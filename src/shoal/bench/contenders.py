@@ -20,6 +20,7 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor import machine
 from shoal.report.tables import emit
+from shoal.report.units import counted
 from shoal.strategies.options import WAITS_FOR_ALL, read_options
 from shoal.strategies.registry import canonical, find
 
@@ -244,7 +245,7 @@ def workers_device(
     num_here = num_cores()
     are_here = not hosts.are_named and hosts.launched_size is None
     if device == "cpu" and are_here and num_workers > num_here:
-        emit(f"{num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
+        emit(f"{num_workers} workers share {counted(num_here, 'core')}.", sys.stderr)
     return device
 
 
@@ -265,8 +266,7 @@ def has_shared_gpus(hosts: HostFlags, num_workers: int) -> bool:
 def tell_sharing(hosts: HostFlags, num_workers: int) -> None:
     """Say that workers share the GPUs of this machine; the user of a launcher knows."""
     if hosts.launched_size is None:
-        num_here = num_gpus()
-        emit(f"{num_workers} workers share {num_here} GPU{'s' * (num_here != 1)}.", sys.stderr)
+        emit(f"{num_workers} workers share {counted(num_gpus(), 'GPU')}.", sys.stderr)
 
 
 def tell_inputs(entry: ModelEntry, device: DeviceKind) -> None:
@@ -459,10 +459,5 @@ def inputs_text(config: Mapping[str, Any]) -> str:
     """What a model is given, as ' of 32×32 images'; empty where that is neither images nor tokens."""
     side, num_tokens = config.get("image_size"), tokens_of(config)
     if num_tokens:
-        return f" of {num_tokens} token{'s' * (num_tokens != 1)} a sequence"
+        return f" of {counted(num_tokens, 'token')} a sequence"
     return f" of {side}×{side} images" if side else ""
-
-
-def workers_text(count: object) -> str:
-    """As '1 worker' and '2 workers'."""
-    return f"{count} worker{'' if count == 1 else 's'}"

@@ -12,7 +12,6 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +19,13 @@ import msgspec
 
 from shoal.bench.contenders import DeviceChoice, device_of
 from shoal.bench.frame import (
-    Direction,
     Measured,
     MeasuredCurve,
-    Metrics,
     Noted,
     RowKey,
     RunFlags,
     Tell,
+    curve,
     measured,
     same_fields,
 )
@@ -40,7 +38,7 @@ from shoal.report import Curve, Report
 from shoal.report.curves import BEHIND, STALENESS, evenly
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, histogram_items, title_line
 from shoal.simulate.mixture.settings import MixtureRunSettings
 
@@ -50,19 +48,6 @@ TOUCHED, LOST = "touched_experts", "lost_gradients"
 VAL_LOSS, TRAIN_LOSS = "val_loss", "train_loss"
 NUM_LAST = {ACCURACY: 3, ACCURACY_5: 5}
 """Evaluations at the end whose median is the figure; one alone swings too much."""
-METRICS: Metrics = {
-    ACCURACY: ("", "higher"),
-    ACCURACY_5: ("", "higher"),
-    FINAL_LOSS: ("", "lower"),
-    MEAN_STALENESS: ("", "lower"),
-    EXPERT_STALENESS: ("", "lower"),
-    VIRTUAL: ("s", "lower"),
-    TOUCHED: ("", "higher"),
-    LOST: ("", "lower"),
-    STALENESS: ("", "lower"),
-}
-_measured = partial(measured, METRICS)
-CURVES: dict[str, Direction] = {ACCURACY: "higher", VAL_LOSS: "lower", TRAIN_LOSS: "lower"}
 TRAINERS, EXPERTS = "trainers", "experts"
 _COUNTED = re.compile(r"^(?:(\d+)/\d+ )?.*: (\d+) of \d+$")
 
@@ -274,7 +259,7 @@ class ConvergenceScenario:
         for seed, answer in zip(config.seeds, told, strict=True):
             error = one_line(answer) if isinstance(answer, BenchmarkError) else answer.get("error")
             if error is not None:
-                yield _measured(ACCURACY, {**self._key, "seed": seed}, error=error)
+                yield measured(ACCURACY, {**self._key, "seed": seed}, error=error)
                 continue
             courses[seed] = course = msgspec.convert(answer, SeedCourse, str_keys=True)
             yield from self._rows(course)
@@ -289,7 +274,7 @@ class ConvergenceScenario:
             metric: statistics.median(course.accuracies[-num_last:]) for metric, num_last in NUM_LAST.items()
         }
         for metric, figure in {**medians, FINAL_LOSS: course.losses[-1], **course.figures}.items():
-            yield _measured(metric, self._key, [figure])
+            yield measured(metric, self._key, [figure])
 
     def _curves(self, course: SeedCourse) -> Iterator[MeasuredCurve]:
         evaluated = (course.num_updates, course.virtual_s)
@@ -299,9 +284,7 @@ class ConvergenceScenario:
             (TRAIN_LOSS, course.train_losses, (course.train_updates, course.train_s)),
         ):
             points = {"value": values, "step": [float(at) for at in updates], "s": seconds}
-            yield MeasuredCurve(
-                key=self._key, metric=metric, unit="", direction=CURVES[metric], points=points
-            )
+            yield curve(metric, self._key, points)
 
     def _histograms(self, courses: Sequence[SeedCourse]) -> Iterator[Measured]:
         """Each seed's count at every place that any seed has, so that seeds stay in order."""
@@ -312,13 +295,13 @@ class ConvergenceScenario:
             for behind in sorted({behind: True for each in counts for behind in each}):
                 for each in counts:
                     key = {**self._key, "of": whose, BEHIND: behind}
-                    yield _measured(STALENESS, key, [float(each.get(behind, 0))])
+                    yield measured(STALENESS, key, [float(each.get(behind, 0))])
 
 
 def together(tell: Tell, steps: int, num_seeds: int) -> Tell:
     """One count of the updates of all seeds, from what each of them tells."""
     done: dict[str, int] = {}
-    seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    seeds = counted(num_seeds, "seed")
 
     def count(text: str) -> None:
         counted = _COUNTED.match(text)
@@ -468,8 +451,8 @@ def summarize_convergence(report: Report) -> dict[str, Any]:
 
 def last_accuracies(report: Report, num_last: int) -> list[float]:
     """Of the last evaluations of every seed, together."""
-    curve = _curve(report, ACCURACY)
-    starts = [] if curve is None else curve.starts
+    found = _curve(report, ACCURACY)
+    starts = [] if found is None else found.starts
     return [value for points in starts for value in points["value"][-num_last:]]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -398,30 +398,29 @@ class Phase:
 
     def rows(self, key: RowKey, *, has_deaths: bool) -> Iterator[Measured]:
         """Raw samples, and figures that are one number each."""
-        raw = (
-            ("latency", "s", self.latencies_s),
-            ("round", "s", self.rounds_s),
-            ("replicas", "", [float(count) for count in self.replicas]),
-            ("hops", "", [float(hops) for hops in self.hops]),
-        )
-        for metric, unit, samples in raw:
+        raw: dict[str, Sequence[float]] = {
+            "latency": self.latencies_s,
+            "round": self.rounds_s,
+            "replicas": self.replicas,
+            "hops": self.hops,
+        }
+        for metric, samples in raw.items():
             if samples:
-                yield _row(key, f"{self.what}_{metric}", unit, samples)
-        traffic = self.traffic
-        figures = [
-            ("success", "", float(self.num_right)),
-            ("time_per_key", "s", self.total_s),
-            ("messages", "", float(traffic.messages)),
-            ("datagrams", "", float(traffic.datagrams)),
-            ("bytes", "B", float(traffic.size_bytes)),
-        ]
-        for metric, unit, total in figures:
-            yield _row(key, f"{self.what}_{metric}", unit, [total / self.num_tried])
+                yield measured(f"{self.what}_{metric}", key, samples)
+        totals = {
+            "success": self.num_right,
+            "time_per_key": self.total_s,
+            "messages": self.traffic.messages,
+            "datagrams": self.traffic.datagrams,
+            "bytes": self.traffic.size_bytes,
+        }
+        for metric, total in totals.items():
+            yield measured(f"{self.what}_{metric}", key, [total / self.num_tried])
         if has_deaths and self.what == "get":
-            yield _row(key, "get_met_dead_at_most", "", [float(len(self.meeting_dead_s))])
-            yield _row(key, "get_slowest_met_dead", "s", [max(self.meeting_dead_s, default=0.0)])
+            yield measured("get_met_dead_at_most", key, [len(self.meeting_dead_s)])
+            yield measured("get_slowest_met_dead", key, [max(self.meeting_dead_s, default=0.0)])
         for reason, count in self.failures.items():
-            yield _row({**key, "reason": reason}, f"{self.what}_failures", "", [float(count)])
+            yield measured(f"{self.what}_failures", {**key, "reason": reason}, [count])
 
 
 @dataclass
@@ -447,19 +446,19 @@ class DhtOutcome:
         key: RowKey = {"scenario": config.mode, "num_peers": config.num_peers}
         if config.profile is not None:
             key["profile"] = config.profile
-        yield _row(key, "create", "s", [self.create_s])
+        yield measured("create", key, [self.create_s])
         for phase in (self.store, self.get):
             yield from phase.rows(key, has_deaths=config.num_victims > 0)
-        yield _row(key, "survival", "", [self.num_alive / config.num_peers])
+        yield measured("survival", key, [self.num_alive / config.num_peers])
         if self.round_trips_s:
-            yield _row(key, "round_trip", "s", self.round_trips_s)
-        yield _row(key, "memory", "B", [float(self.memory_bytes)])
-        yield _row(key, "peak_rss", "B", [float(self.peak_rss_bytes)])
+            yield measured("round_trip", key, self.round_trips_s)
+        yield measured("memory", key, [self.memory_bytes])
+        yield measured("peak_rss", key, [self.peak_rss_bytes])
         if self.num_expired_batches:
-            yield _row(key, "expired_batches", "", [float(self.num_expired_batches)])
+            yield measured("expired_batches", key, [self.num_expired_batches])
         if self.simulated_s is not None:
-            yield _row(key, "simulated", "s", [self.simulated_s])
-        yield _row(key, "wall", "s", [wall_s])
+            yield measured("simulated", key, [self.simulated_s])
+        yield measured("wall", key, [wall_s])
 
 
 @contextlib.asynccontextmanager
@@ -469,13 +468,6 @@ async def _watched(swarm: BenchSwarm, phase: Phase) -> AsyncIterator[None]:
     yield
     phase.traffic += await swarm.totals() - before
     await swarm.look_at_memory()
-
-
-def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
-
-
-_MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")
 
 
 # --- experts ---

@@ -13,14 +13,14 @@ import selectors
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell, row, same_fields
+from shoal.bench.frame import Measured, RowKey, Tell, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
@@ -30,7 +30,7 @@ from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import percentiles
-from shoal.report.units import rounded
+from shoal.report.units import counted, rounded
 from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
@@ -320,36 +320,34 @@ class ExpertsOutcome:
             "backward": config.backward,
         }
         asked, echo = self.asked, self.echo
-        rows: list[tuple[str, str, list[float]]] = [
-            ("samples_per_s", "1/s", [_ratio(asked.num_samples, self.asked_s)]),
-            ("echo_samples_per_s", "1/s", self.echo_samples_per_s),
-            ("local_samples_per_s", "1/s", self.local_samples_per_s),
-            ("num_samples", "", [asked.num_samples]),
-            ("asked", "s", [self.asked_s]),
-            ("forward_latency", "s", [us / 1e6 for us in asked.forward_us]),
-            ("backward_latency", "s", [us / 1e6 for us in asked.backward_us]),
-            ("failed_calls", "", [asked.num_failed]),
-            ("failed_echoes", "", [echo.num_failed]),
-            ("lost_clients", "", [self.num_lost]),
-            ("launch", "s", [self.launch_s]),
-            ("startup_experts", "s", [self.experts_s]),
-            ("startup_networking", "s", [self.networking_s]),
-            ("server_processes", "", [self.server["num_processes"]]),
-            ("server_rss", "B", [float(size) for size in self.rss_bytes]),
-            ("total", "s", [total_s]),
-        ]
-        rows += [
-            (f"gpu_{name}", "B", [float(self.server[f"{name}_bytes"])])
-            for name in ("allocated", "reserved")
-            if f"{name}_bytes" in self.server
-        ]
-        for metric, unit, samples in rows:
+        figures: dict[str, Sequence[float]] = {
+            "samples_per_s": [_ratio(asked.num_samples, self.asked_s)],
+            "echo_samples_per_s": self.echo_samples_per_s,
+            "local_samples_per_s": self.local_samples_per_s,
+            "num_samples": [asked.num_samples],
+            "asked": [self.asked_s],
+            "forward_latency": [us / 1e6 for us in asked.forward_us],
+            "backward_latency": [us / 1e6 for us in asked.backward_us],
+            "failed_calls": [asked.num_failed],
+            "failed_echoes": [echo.num_failed],
+            "lost_clients": [self.num_lost],
+            "launch": [self.launch_s],
+            "startup_experts": [self.experts_s],
+            "startup_networking": [self.networking_s],
+            "server_processes": [self.server["num_processes"]],
+            "server_rss": self.rss_bytes,
+            "total": [total_s],
+        }
+        for name in ("allocated", "reserved"):
+            if f"{name}_bytes" in self.server:
+                figures[f"gpu_{name}"] = [self.server[f"{name}_bytes"]]
+        for metric, samples in figures.items():
             if samples:
-                yield _row(key, metric, unit, samples)
+                yield measured(metric, key, samples)
         for name, count in asked.failures.items():
-            yield _row({**key, "reason": name}, "failures", "", [float(count)])
+            yield measured("failures", {**key, "reason": name}, [count])
         if text := self._failure_text(config):
-            yield Measured(key=key, metric="completed", unit="", direction="higher", error=text)
+            yield measured("completed", key, error=text)
 
     def _failure_text(self, config: ExpertsConfig) -> str:
         parts = []
@@ -379,7 +377,7 @@ class ExpertsScenario:
         """Serve and ask, and tell what it took."""
         began_s = time.perf_counter()
         config = self._config
-        tell(f"starting a server of {_counted(config.num_experts, 'expert')}")
+        tell(f"starting a server of {counted(config.num_experts, 'expert')}")
         arguments = {"config": msgspec.to_builtins(config), "seed": self._seed}
         with child("shoal.bench.experts_workers:host", arguments, name="The server") as server:
             ready = server.expect()
@@ -396,8 +394,8 @@ class ExpertsScenario:
 
         tell("experts without a network")
         outcome.local_samples_per_s.append(server.ask("local"))
-        clients = _counted(config.num_clients, "client")
-        processes = _counted(config.client_processes, "process", "processes")
+        clients = counted(config.num_clients, "client")
+        processes = counted(config.client_processes, "process", "processes")
         tell(f"connecting {clients} in {processes}")
         with ClientFleet(config, self._seed, ready) as fleet:
             fleet.connect()
@@ -413,7 +411,7 @@ class ExpertsScenario:
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
     def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
-        tell(f"bare echoes, {_counted(self._config.num_clients, 'client')}")
+        tell(f"bare echoes, {counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
@@ -430,19 +428,8 @@ def _rss_bytes(pid: int) -> list[int]:
     return [num_pages * os.sysconf("SC_PAGE_SIZE")]
 
 
-def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
-
-
-def _counted(count: int, one: str, several: str = "") -> str:
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
-
-
 def _ratio(above: float, below: float) -> float:
     return above / below if below > 0 else 0.0
-
-
-_MORE_IS_BETTER = ("samples_per_s", "echo_samples_per_s", "local_samples_per_s", "num_samples")
 
 
 # --- client processes ---

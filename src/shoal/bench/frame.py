@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -31,13 +31,12 @@ from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.doctor.machine import Watch, describe_code, describe_machine
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
+from shoal.report.schema import Direction
 from shoal.report.tables import emit
+from shoal.report.words import METRICS
 
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
-Direction = Literal["higher", "lower"]
-Metrics = Mapping[str, tuple[str, Direction]]
-"""By metric: its unit, and what is better."""
 Receive = Callable[[dict[str, Any]], None]
 """Takes what a start tells: `progress`, `row`, `curve`, or what the `machine` was that it ran on."""
 
@@ -53,23 +52,14 @@ class Measured(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def row(
-    key: Mapping[str, Any], metric: str, unit: str, samples: Sequence[float], direction: Direction = "lower"
-) -> Measured:
-    """A row of samples."""
-    return Measured(key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples))
-
-
 def measured(
-    metrics: Metrics,
-    metric: str,
-    key: Mapping[str, Any],
-    samples: Sequence[float] = (),
-    error: str | None = None,
+    metric: str, key: Mapping[str, Any], samples: Sequence[float] = (), error: str | None = None
 ) -> Measured:
-    """A row of one of `metrics`: its samples, or why there are none."""
-    unit, direction = metrics[metric]
-    return msgspec.structs.replace(row(key, metric, unit, samples, direction), error=error)
+    """A row of a figure whose unit and direction stand in `report.words`: its samples, or why it has none."""
+    _, unit, direction = METRICS[metric]
+    return Measured(
+        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
+    )
 
 
 class MeasuredCurve(msgspec.Struct, kw_only=True):
@@ -81,6 +71,12 @@ class MeasuredCurve(msgspec.Struct, kw_only=True):
     direction: Direction
     points: dict[str, list[float]]
     """`value`, and the axes: of one length."""
+
+
+def curve(metric: str, key: RowKey, points: dict[str, list[float]]) -> MeasuredCurve:
+    """A curve of a figure whose unit and direction stand in `report.words`."""
+    _, unit, direction = METRICS[metric]
+    return MeasuredCurve(key=key, metric=metric, unit=unit, direction=direction, points=points)
 
 
 class Noted(msgspec.Struct, kw_only=True):
@@ -303,8 +299,7 @@ class _Collected:
         except BenchmarkError as error:
             tell(f"failed: {error.what}")
             text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
-            completed: Metrics = {"completed": ("", "higher")}
-            self.add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
+            self.add(start, measured("completed", {"scenario": "start"}, error=text))
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
         name = _name(curve)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured, same_fields
+from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell, curve, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -25,8 +25,9 @@ from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, headline, title_line
+from shoal.report.words import METRICS
 
 # --- what it is told ---
 
@@ -319,7 +320,6 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
 # --- one start ---
 
 AXIS = "ping_s"
-METRICS: Metrics = {"throughput": ("samples/s", "higher"), "latency": ("s", "lower")}
 
 
 class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,9 +335,9 @@ class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> Iterator[Measured]:
         """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
-        yield measured(METRICS, "throughput", key, self.samples_per_s, self.error)
+        yield measured("throughput", key, self.samples_per_s, self.error)
         if self.error is None:
-            yield measured(METRICS, "latency", key, self.latency_s)
+            yield measured("latency", key, self.latency_s)
 
 
 class LatencyScenario:
@@ -440,19 +440,13 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
     for found in all_found:
         if found.error is None:
             lines.setdefault((found.method, found.passes), []).append(found)
-    for metric, (unit, direction) in METRICS.items():
+    for metric in ("throughput", "latency"):
         for (method, passes), points in lines.items():
             at = points * len(pings_s) if method == "fast" else points
             axis = list(pings_s) if method == "fast" else [point.ping_s for point in points]
             values = [point.samples_per_s if metric == "throughput" else point.latency_s for point in at]
             for repeat in zip(*values, strict=True):
-                yield MeasuredCurve(
-                    key={"method": method, "passes": passes},
-                    metric=metric,
-                    unit=unit,
-                    direction=direction,
-                    points={"value": list(repeat), AXIS: axis},
-                )
+                yield curve(metric, {"method": method, "passes": passes}, {"value": list(repeat), AXIS: axis})
 
 
 def _point_text(method: str, passes: str, index: int, num_points: int) -> str:
@@ -625,12 +619,16 @@ def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
     ping = f"a mean delay of {digits(1e3 * last_s)} ms at every layer"
     sentences = []
     if "ours_kept" in result:
+        who = f"{counted(config.jobs, 'client')} of expert servers {'keeps' if config.jobs == 1 else 'keep'}"
         sentences.append(
-            f"With {ping}, {_clients(config)} of expert servers {'keeps' if config.jobs == 1 else 'keep'} "
-            f"{100 * result['ours_kept']:.0f} % of the throughput without delay."
+            f"With {ping}, {who} {100 * result['ours_kept']:.0f} % of the throughput without delay."
         )
         if result["ours_kept"] < _KEPT and result["ours_throughput_max_ping"] > _limit(config) / 2:
-            sentences.append(_limit_sentence(config))
+            sentences.append(
+                f"A batch waits {digits(_waits_s(config))} s on its way, so that "
+                f"{counted(config.jobs, 'client')} cannot do more than {digits(_limit(config))} samples/s "
+                "there; more of them (-j) can."
+            )
     if "slow_kept" in result:
         kept = digits(100 * result["slow_kept"], 2)
         sentences.append(f"With {ping}, model parallelism keeps {kept} % of its throughput.")
@@ -644,10 +642,6 @@ def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
     return sentences
 
 
-def _clients(config: LatencyConfig) -> str:
-    return f"{config.jobs} client{'s' * (config.jobs != 1)}"
-
-
 def _waits_s(config: LatencyConfig) -> float:
     """Of a batch on its way, forward, at the longest ping."""
     return config.num_layers * config.pings_s[-1]
@@ -659,13 +653,6 @@ def _limit(config: LatencyConfig) -> float:
     return config.jobs * config.batch_size / waits_s if waits_s else math.inf
 
 
-def _limit_sentence(config: LatencyConfig) -> str:
-    return (
-        f"A batch waits {digits(_waits_s(config))} s on its way, so that {_clients(config)} cannot do "
-        f"more than {digits(_limit(config))} samples/s there; more of them (-j) can."
-    )
-
-
 def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
@@ -673,7 +660,7 @@ def latency_items(report: Report) -> Items:
     where = "in virtual time" if config.is_virtual else f"on {config.device}"
     items.append(
         f"{config.num_layers} {config.block_type} blocks of width {config.hid_dim}, batches of "
-        f"{config.batch_size}, {_clients(config)}, {where}"
+        f"{config.batch_size}, {counted(config.jobs, 'client')}, {where}"
     )
     for passes in config.passes:
         items += ["", (passes, "bold")]
@@ -689,7 +676,7 @@ def _line(report: Report, method: Method, passes: Passes, ping_s: float) -> str:
     parts = [f"{method:4}  ping {ping_s:.4f} s"]
     for metric in ("latency", "throughput"):
         row = _row(report, metric, method, passes, ping_s)
-        unit = METRICS[metric][0]
+        unit = METRICS[metric].unit
         parts.append(f"{metric} {_spread(row)} {unit}" if row is not None else f"{metric} failed")
     return "  ".join(parts)
 

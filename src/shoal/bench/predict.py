@@ -24,13 +24,14 @@ from shoal.bench.cost_model import (
     iteration_s,
     shaped_network,
 )
-from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
+from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
 from shoal.report.schema import rows_of
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items
+from shoal.report.words import METRICS
 from shoal.strategies.registry import find
 
 # --- from a report to a forecast ---
@@ -406,7 +407,7 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
             EFFICIENCY: [point.efficiency for point in lane.points],
         }
         for metric, along in values.items():
-            unit, direction = METRICS[metric]
+            _, unit, direction = METRICS[metric]
             curves.append(
                 Curve(
                     key={"strategy": lane.strategy, "batch_size": lane.batch_size},
@@ -451,12 +452,11 @@ def _inputs(forecast: Forecast) -> list[str]:
     lines = [f"{forecast.model}, {forecast.parameter_bytes / 1e6:.1f} MB of parameters."]
     if where.between == "workers":
         return [*lines, f"Links between workers, by the profile {where.profile}: {between}."]
-    plural = "worker" if network.workers_per_machine == 1 else "workers"
     by_whom = "assumed" if where.profile is None else f"by the profile {where.profile}"
     inside = _link_text(network.inside)
     return [
         *lines,
-        f"Machines of {network.workers_per_machine} {plural}; links inside, assumed: {inside}.",
+        f"Machines of {counted(network.workers_per_machine, 'worker')}; links inside, assumed: {inside}.",
         f"Links between machines, {by_whom}: {between}.",
     ]
 
@@ -515,8 +515,8 @@ def _calibrations(forecast: Forecast) -> list[str]:
             )
             continue
         terms = fitted.terms
-        plural = "size" if fitted.num_sizes == 1 else "sizes"
-        text = f"{lane.strategy}: calibrated by {fitted.num_sizes} measured {plural}: "
+        sizes = counted(fitted.num_sizes, "measured size")
+        text = f"{lane.strategy}: calibrated by {sizes}: "
         text += f"{1e3 * terms.overhead_s:.2f} ms not hidden"
         text += f", {1e3 * terms.straggler_s:.2f} ms for each doubling" if terms.straggler_s else ""
         text += f", between machines {_link_text(fitted.between)}" if fitted.between else ""

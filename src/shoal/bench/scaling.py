@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,15 +38,15 @@ from shoal.bench.contenders import (
     shares_of,
     tell_inputs,
     workers_device,
-    workers_text,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.report import DEFAULT_FOLDER, Report, Row
+from shoal.report.units import counted
 from shoal.strategies.registry import canonical, find
 
 if TYPE_CHECKING:
@@ -61,18 +60,6 @@ PROCESSORS = {"cpu": "cores_per_worker", "cuda": "gpus_per_worker"}
 MIXING = "mixing"
 AS_TOKENS = {SPEED: "tokens_per_s", WORKER_SPEED: "tokens_per_s_per_worker"}
 """What the speed of a model of text is called."""
-METRICS: Metrics = {
-    SPEED: ("images/s", "higher"),
-    WORKER_SPEED: ("images/s", "higher"),
-    AS_TOKENS[SPEED]: ("tokens/s", "higher"),
-    AS_TOKENS[WORKER_SPEED]: ("tokens/s", "higher"),
-    EFFICIENCY: ("", "higher"),
-    FRACTION: ("", "higher"),
-    PROCESSORS["cpu"]: ("", "higher"),
-    PROCESSORS["cuda"]: ("", "higher"),
-    MIXING: ("s", "lower"),
-}
-_measured = partial(measured, METRICS)
 _ANSWER_S = 3600.0  # ten batches of a large model take one core many minutes
 _NUM_MIXINGS = 5
 _SMALLEST_INNER_OUTER = 3
@@ -348,7 +335,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, strategy=strategy)
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {workers_text(self.num_workers)}, batch {self.batch_size}"
+        return f"{self.strategy}, {counted(self.num_workers, 'worker')}, batch {self.batch_size}"
 
 
 Speeds = list[float]
@@ -377,7 +364,7 @@ class ScalingScenario:
         """Every point in turn; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
-            "shoal.bench.scaling:work",
+            "shoal.bench.scaling:ScalingWorker",
             config.crew_size or max(config.num_workers),
             msgspec.to_builtins(config),
             _ANSWER_S,
@@ -417,9 +404,7 @@ class ScalingScenario:
     def _mixings(self, workers: Workers) -> list[Measured]:
         """How long workers take to add one model to another, all at once."""
         return [
-            _measured(
-                MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)]
-            )
+            measured(MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)])
             for count in self._config.num_workers
             if (answers := workers.ask("mix", among=count))
         ]
@@ -512,13 +497,13 @@ def rows_of(
     for name, kept in by_strategy.items():
         point = place.under(name)
         if kept.error is not None:
-            yield _measured(SPEED, point.key, error=kept.error)
+            yield measured(SPEED, point.key, error=kept.error)
             continue
         yield from _speed_rows(point, kept.speeds, own_speed)
         pairs = zip(kept.speeds, kept.ceilings, strict=True)
-        yield _measured(FRACTION, point.key, [sum(ours) / sum(theirs) for ours, theirs in pairs])
+        yield measured(FRACTION, point.key, [sum(ours) / sum(theirs) for ours, theirs in pairs])
         for rank in range(point.num_workers):
-            yield _measured(WORKER_SPEED, {**point.key, "rank": rank}, [each[rank] for each in kept.speeds])
+            yield measured(WORKER_SPEED, {**point.key, "rank": rank}, [each[rank] for each in kept.speeds])
 
 
 def processor_rows(
@@ -527,13 +512,13 @@ def processor_rows(
     """How many cores or GPUs a worker has, where each rank has told its machine's name and their number."""
     for count in num_workers:
         processors = {str(name): int(number) for name, number in machines[:count]}
-        yield _measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
+        yield measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
 
 
 def _speed_rows(point: ScalingPoint, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Measured]:
     totals = [sum(each) for each in speeds]
-    yield _measured(SPEED, point.key, totals)
-    yield _measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
+    yield measured(SPEED, point.key, totals)
+    yield measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
 
 
 def predicted_curves(config: ScalingConfig, rows: Sequence[Measured], tell: Tell) -> Iterator[MeasuredCurve]:
@@ -565,12 +550,6 @@ def _row(measured: Measured) -> Row:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> ScalingWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    return ScalingWorker(place, msgspec.convert(arguments, ScalingConfig), stack)
-
-
 @dataclass
 class OpenedModel:
     """A trainee, and what it was opened with."""
@@ -584,11 +563,13 @@ class OpenedModel:
 class ScalingWorker:
     """The trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: Place, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
-        self._place = place
-        self._config = config
-        self._stack = stack
+    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         from shoal.models import model_named
+
+        place.set_up_process()
+        self._place = place
+        self._config = config = msgspec.convert(arguments, ScalingConfig)
+        self._stack = stack
 
         self._entry = model_named(config.model).at(
             config.image_size, config.num_classes, config.sequence_length

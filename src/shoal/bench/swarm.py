@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.bench.collectives import parse_size
-from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.bench.workers import Child, Parent, child, serve
 from shoal.core import (
     Address,
@@ -59,21 +59,6 @@ _MIN_FAILED = 10  # failed rounds from which on growth of memory is told
 _HIVEMIND_S = 180.0
 _OBSERVER = 1  # the number of the peer that is never hit
 _HIVEMIND_KILLS = 3  # each may take two minutes
-
-_METRICS: Metrics = {
-    "round": ("s", "lower"),
-    "round_cpu": ("s", "lower"),
-    "ceiling": ("s", "lower"),
-    "ceiling_cpu": ("s", "lower"),
-    "round_over_ceiling": ("", "lower"),
-    "round_bytes": ("B", "lower"),
-    "after_fault": ("s", "lower"),
-    "hung": ("", "lower"),
-    "same_bits": ("", "higher"),
-    "join": ("s", "lower"),
-    "join_rate": ("MB/s", "higher"),
-    "rss_growth": ("", "lower"),
-}
 
 
 class SwarmFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,7 +389,7 @@ class SwarmScenario:
             yield from self._hivemind(config.hivemind, tell)
 
     def _row(self, metric: str, key: RowKey, samples: Sequence[float]) -> Measured:
-        return measured(_METRICS, metric, {**self._key, **key}, samples)
+        return measured(metric, {**self._key, **key}, samples)
 
     # --- undisturbed ---
 
@@ -543,10 +528,10 @@ class SwarmScenario:
                 after_s.append(max(end["at_s"] for end in ends) - hit_s)
                 num_equal += len({end["bits"] for end in ends}) == 1
                 tell(f"rounds of hivemind with a kill: {number + 1}")
-        yield measured(_METRICS, "round", {**key, "scenario": "clean"}, rounds_s)
+        yield measured("round", {**key, "scenario": "clean"}, rounds_s)
         if after_s:
-            yield measured(_METRICS, "after_fault", {**key, "scenario": "kill"}, after_s)
-            yield measured(_METRICS, "same_bits", {**key, "scenario": "kill"}, [num_equal / len(after_s)])
+            yield measured("after_fault", {**key, "scenario": "kill"}, after_s)
+            yield measured("same_bits", {**key, "scenario": "kill"}, [num_equal / len(after_s)])
 
 
 _HIVEMIND_SCRIPT = """

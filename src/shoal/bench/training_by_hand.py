@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import Spread, Trainee, device_of, options_of, tokens_of
-from shoal.bench.frame import Receive, RowKey, RunFlags, Version
+from shoal.bench.frame import Receive, RowKey, RunFlags, Version, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import (
     ITERATION,
@@ -24,7 +24,6 @@ from shoal.bench.training import (
     TrainingConfig,
     TrainingFlags,
     one_of,
-    row,
     slow_worker,
     trained_config,
     trainee_of,
@@ -205,7 +204,7 @@ class WorkerByHand:
     def _tell_rows(self, batch_size: int, times_s: list[float], receive: Receive) -> None:
         key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
         speeds = [batch_size / time_s for time_s in times_s]
-        for told in (row(OWN_SPEED, key, speeds), row(ITERATION, key, times_s)):
+        for told in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
             receive({"row": msgspec.to_builtins(told)})
 
 

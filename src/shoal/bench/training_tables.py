@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of, workers_text
+from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of
 from shoal.bench.training import (
     FRACTION,
     ITERATION,
@@ -26,7 +26,7 @@ from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import MIN_TIMED_STARTS, PERCENTILES, percentiles, start_medians
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
 from shoal.strategies.registry import canonical
 
@@ -258,7 +258,7 @@ def training_items(report: Report) -> Items:
 def title_of(report: Report) -> str:
     """What was trained, by how many, on what."""
     config = report.config
-    workers = workers_text(config.get("num_workers"))
+    workers = counted(config.get("num_workers", 0), "worker")
     where = config.get("device", "cpu")
     what = f"{config.get('model')}{inputs_text(config)}"
     return f"{what}, {workers} on {where}, batch {config.get('batch_size')} each"

@@ -5,10 +5,10 @@ and its `Parent`; both sides talk in lines of JSON. A child ends when the functi
 until its parent has had enough calls `parent.wait_for_end()`, or takes orders with `parent.receive()` until
 there are no more.
 
-`LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `Place`, its arguments and a stack for what it opens; it returns an object whose
-methods are the orders that it takes. `ranks` has the same for processes that a launcher has started, here or
-on other hosts.
+`LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is an
+object whose methods are the orders that it takes, made by a class or function that is called with its
+`Place`, its arguments and a stack for what it opens. `ranks` has the same for processes that a launcher has
+started, here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -335,15 +335,18 @@ class Place(msgspec.Struct, frozen=True):
         *,
         among: int | None = None,
         workers_per_machine: int | None = None,
+        num_servers: int = 0,
         backend: Backend | None = None,
         encrypt: EncryptChoice = "auto",
     ) -> Group:
         """Open the group of the first `among` workers, or of all; each name is used once. Collective.
 
         It is in shared memory on one machine; over sockets if that is split into several, or a backend is
-        asked for. Workers of a launcher get what `shoal.init()` opens. `encrypt` is of streams between
-        machines.
+        asked for. With servers beside the workers, those are to be started (`start_servers`). Workers of a
+        launcher get what `shoal.init()` opens. `encrypt` is of streams between machines.
         """
+        if num_servers:
+            return self.open_with_servers(name, num_servers)
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
         from shoal.group.solo import SoloGroup
@@ -488,6 +491,12 @@ class Workers(Protocol):
 
     def start_helper(self, helper: Helper) -> None:
         """Start a process beside the workers."""
+
+
+def start_servers(workers: Workers, function: str, num_servers: int, **role: Any) -> None:
+    """Start parameter servers beside the workers; each is told its role, and which `server` it is."""
+    for server in range(num_servers):
+        workers.start_helper(Helper(function, f"server {server}", {**role, "server": server}))
 
 
 OpenWorkers = Callable[[WorkerSettings], contextlib.AbstractContextManager[Workers]]
@@ -653,6 +662,13 @@ def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of a helper does."""
     end_with_parent()
     _function(arguments["function"])(arguments, parent)
+
+
+def server_place(arguments: dict[str, Any]) -> tuple[Place, dict[str, Any]]:
+    """Make this process a parameter server: its place among the helpers, and the role that it was given."""
+    place = msgspec.convert(arguments["place"], Place)
+    place.set_up_process()
+    return place, arguments["arguments"]
 
 
 def serve(parent: Parent, worker: object) -> None:

@@ -23,13 +23,13 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import counted, ends_by_signal, live_line, say
+from shoal.cli.output import ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.report.tables import tell_result
-from shoal.report.units import scale_for
+from shoal.report.units import counted, scale_for
 
 if TYPE_CHECKING:
     from shoal.dht.blocking import Swarm

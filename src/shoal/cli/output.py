@@ -46,11 +46,6 @@ def write_encoded(encoded: bytes, json_file: Path | None) -> None:
         emit(f"Wrote {write_atomically(json_file, encoded)}", sys.stdout)
 
 
-def counted(count: int, noun: str) -> str:
-    """'1 peer', '1,234 peers'."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 # --- verbs that run until they are told to end ---
 
 _EVERY_S, _EVERY_PLAIN_S = 1.0, 60.0

@@ -19,13 +19,13 @@ import typer
 
 from shoal.cli.flags import parameter_of, with_parameters
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
-from shoal.cli.output import counted, ends_by_signal, live_line, say
+from shoal.cli.output import ends_by_signal, live_line, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
 from shoal.core.run_options import Flag, OptionInfo
 from shoal.experts.config import options
 from shoal.report.tables import tell_result
-from shoal.report.units import scale_for
+from shoal.report.units import counted, scale_for
 
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread

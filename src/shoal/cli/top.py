@@ -23,7 +23,7 @@ import typer
 from shoal import __version__
 from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
-from shoal.cli.output import JsonFile, counted, ends_by_signal, say, text_stream, write_json
+from shoal.cli.output import JsonFile, ends_by_signal, say, text_stream, write_json
 from shoal.cli.top_view import Shot, ShotSource, View, job_metrics
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError
 from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
@@ -32,7 +32,7 @@ from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result, wrap
-from shoal.report.units import digits, percent, scale_for
+from shoal.report.units import counted, digits, percent, scale_for
 
 
 @with_flags()

@@ -59,7 +59,7 @@ from shoal.report.statistics import (
     summarize,
 )
 from shoal.report.storage import write_atomically
-from shoal.report.units import Scale, percent, scale_for
+from shoal.report.units import Scale, counted, percent, scale_for
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
 from shoal.report.words import BenchmarkWords, benchmark_words, metric_words, sentence_case
 
@@ -315,8 +315,8 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)
         if is_shown or len(group.rows) > MAX_OPEN_ROWS:
-            num_rows = f"{len(group.rows)} row{'s' if len(group.rows) > 1 else ''}"
-            title = " · ".join(part for part in (section.name, section.about, num_rows) if part)
+            about = (section.name, section.about, counted(len(group.rows), "row"))
+            title = " · ".join(part for part in about if part)
             folds.append(folded(title, section.content))
         else:
             found.append(section)

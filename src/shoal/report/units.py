@@ -67,6 +67,11 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{value:,.{max(0, significant - 1 - exponent)}f}"
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """'1 peer', '1,234 peers'; `several` is the plural where it is not made by an s."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
 def rounded(value: float) -> float | int:
     """For a RESULT line: whole numbers as they are, others with four digits."""
     return int(value) if value == int(value) else float(f"{value:.4g}")
