@@ -26,7 +26,7 @@ from shoal.data.splits import IID, check_split
 from shoal.report.units import digits
 from shoal.simulate.contest import Errand, Executor
 from shoal.simulate.exact import run_exact
-from shoal.simulate.job import CourseRecord, Job, Moment
+from shoal.simulate.job import CourseRecord, Job
 from shoal.simulate.stacked.executor import refuse_unfit
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.tasks import make_task
@@ -345,19 +345,12 @@ MAX_MAPPED = 32
 """Workers up to which it is told who waited for whom."""
 
 
-def final_of(facts: TaskFacts) -> str:
-    """The metric of the last score of the mean of all models."""
-    return f"final_{facts.score}"
+def score_of(facts: TaskFacts, which: Literal["final", "worst_final", "tuning"]) -> str:
+    """The metric of a last score: of the mean of all models, of the worst worker's, or of the mean in tuning.
 
-
-def worst_of(facts: TaskFacts) -> str:
-    """The metric of the worst worker's last score."""
-    return f"worst_final_{facts.score}"
-
-
-def tuning_of(facts: TaskFacts) -> str:
-    """The metric of the last score in tuning; a rate without such a row has diverged."""
-    return f"tuning_{facts.score}"
+    A rate without a row of the last has diverged.
+    """
+    return f"{which}_{facts.score}"
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -402,7 +395,14 @@ class Finish(msgspec.Struct, frozen=True):
             "s": [moment.at_s for moment in record.moments],
             "bytes": [float(moment.moved_bytes) for moment in record.moments],
         }
-        for metric, values in _courses(record.moments, facts).items():
+        fields = {
+            facts.score: "value",
+            f"worst_{facts.score}": "worst",
+            "loss": "loss",
+            DISTANCE: "consensus_distance",
+        }
+        for metric, field in fields.items():
+            values = [float(getattr(moment, field)) for moment in record.moments]
             yield curve(metric, self.key, {**axes, "value": values})
 
     def _waits(self) -> Iterator[Measured]:
@@ -442,23 +442,13 @@ def _figures(record: CourseRecord, facts: TaskFacts, target: float) -> dict[str,
     if record.has_ended_early:
         return figures
     figures |= {
-        final_of(facts): last.value,
-        worst_of(facts): last.worst,
+        score_of(facts, "final"): last.value,
+        score_of(facts, "worst_final"): last.worst,
         DISTANCE: last.consensus_distance,
     }
     if record.mean_staleness is not None:
         figures[MEAN_STALENESS] = record.mean_staleness
     return {**figures, RUN_SECONDS: last.at_s, SENT: float(last.moved_bytes)}
-
-
-def _courses(moments: Sequence[Moment], facts: TaskFacts) -> dict[str, list[float]]:
-    fields: dict[str, Any] = {
-        facts.score: "value",
-        f"worst_{facts.score}": "worst",
-        "loss": "loss",
-        DISTANCE: "consensus_distance",
-    }
-    return {metric: [getattr(moment, field) for moment in moments] for metric, field in fields.items()}
 
 
 # --- the contest ---
@@ -527,7 +517,7 @@ class CompareScenario:
                 for _ in config.seeds:
                     yield measured(NOT_REACHED, {**key, "why": why}, [1.0])
             if failures:
-                final = final_of(facts_of(config.task))
+                final = score_of(facts_of(config.task), "final")
                 yield measured(final, key, error=one_line(failures[0]))
         yield from self._tuning_rows(tried, rates)
         walls = {"wall_s": time.perf_counter() - began_s, "tuning_wall_s": tuned_s - began_s}
@@ -567,7 +557,7 @@ class CompareScenario:
         self, tried: Mapping[str, Mapping[float, Ran]], rates: Mapping[str, float]
     ) -> Iterator[Measured]:
         """Last scores by rate, and which rate each competed with."""
-        metric = tuning_of(facts_of(self._config.task))
+        metric = score_of(facts_of(self._config.task), "tuning")
         for name, by_rate in tried.items():
             for rate, ran in by_rate.items():
                 key = {"strategy": name, "learning_rate": rate}
@@ -699,7 +689,10 @@ def check_contest(config: CompareConfig) -> list[str]:
     slow = _check_executors(config)
     make_task(Try(config.contenders[0], config.learning_rates[0], config.seeds[0]).job(config))
     if config.world.faults is not None:
-        _check_faults(config.world)
+        # that its script concerns workers that there are, and what can happen to them
+        for outcome in run_exact(config.world, lambda _: None):
+            if isinstance(outcome.error, UsageError):
+                raise outcome.error
     return slow
 
 
@@ -731,29 +724,15 @@ def _check_executors(config: CompareConfig) -> list[str]:
     size = config.world.num_workers
     if not threaded or size <= MAX_EXACT:
         return []
-    if size > MAX_THREADS:
-        raise UsageError(
-            f"{size} workers are too many to have a thread each, as {_named(threaded, config)} would need.",
-            cause="only strategies that mix linearly and in lockstep, without faults, run in one tensor.",
-            next_step=f"{_instead(threaded, config)}, or give --workers {MAX_THREADS} or fewer.",
-        )
-    return [f"Slow with {size} workers, each in a thread of its own: {_named(threaded, config)}."]
-
-
-def _named(threaded: Sequence[str], config: CompareConfig) -> str:
-    return "every strategy" if len(threaded) == len(config.contenders) > 1 else ", ".join(threaded)
-
-
-def _instead(threaded: Sequence[str], config: CompareConfig) -> str:
+    names = ", ".join(threaded)
+    who = "every strategy" if len(threaded) == len(config.contenders) > 1 else names
+    if size <= MAX_THREADS:
+        return [f"Slow with {size} workers, each in a thread of its own: {who}."]
+    instead = "--faults out" if config.world.faults is not None else f"{names} out of --strategies"
     if config.executor == "exact":
-        return "leave --executor exact out"
-    if config.world.faults is not None:
-        return "leave --faults out"
-    return f"leave {', '.join(threaded)} out of --strategies"
-
-
-def _check_faults(world: World) -> None:
-    """That its script concerns workers that there are, and what can happen to them."""
-    for outcome in run_exact(world, lambda _: None):
-        if isinstance(outcome.error, UsageError):
-            raise outcome.error
+        instead = "--executor exact out"
+    raise UsageError(
+        f"{size} workers are too many to have a thread each, as {who} would need.",
+        cause="only strategies that mix linearly and in lockstep, without faults, run in one tensor.",
+        next_step=f"leave {instead}, or give --workers {MAX_THREADS} or fewer.",
+    )

@@ -21,12 +21,11 @@ from shoal.bench.compare import (
     SENT,
     STEPS,
     CompareConfig,
-    final_of,
     read_config,
+    score_of,
     shown_score,
     shown_target,
     with_rates,
-    worst_of,
 )
 from shoal.report import Report
 from shoal.report.schema import label_of, with_failed
@@ -124,7 +123,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
         "ranking": {name: ranking(outcomes, metric) for metric, (name, _) in RANKED.items()},
         "learning_rate": {name: outcome.rate for name, outcome in outcomes.items()},
     }
-    for metric in (final_of(facts), worst_of(facts), *_MEANS):
+    for metric in (score_of(facts, "final"), score_of(facts, "worst_final"), *_MEANS):
         result[metric] = {
             name: float(f"{outcome.mean(metric):.9g}")
             for name, outcome in outcomes.items()
@@ -159,7 +158,7 @@ def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> li
     ]
     if not sentences:
         sentences.append(f"Nobody reached {target} with every seed.")
-    final = final_of(facts)
+    final = score_of(facts, "final")
     whole = {name: outcome.samples[final] for name, outcome in outcomes.items() if outcome.is_whole(final)}
     if whole:
         sentences.append(
@@ -248,8 +247,8 @@ def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
         rate = "-" if outcome.rate is None else _rate(config, outcome.rate)
         cells = (
             rate,
-            _spread(facts, outcome.samples.get(final_of(facts), [])),
-            _spread(facts, outcome.samples.get(worst_of(facts), [])),
+            _spread(facts, outcome.samples.get(score_of(facts, "final"), [])),
+            _spread(facts, outcome.samples.get(score_of(facts, "worst_final"), [])),
             *(_to_target(outcome, metric, unit).removesuffix(" s") for metric, (_, unit) in RANKED.items()),
             digits(outcome.mean(DISTANCE), 2) if DISTANCE in outcome.samples else "-",
         )
@@ -298,7 +297,7 @@ def latex_of(report: Report) -> str:
     facts = facts_of(config.task)
     first = ranking(outcomes, SECONDS)
     names = [*first, *(name for name in outcomes if name not in first)]
-    is_share = facts.score == "accuracy"
+    percent = ("%", 100.0) if facts.score == "accuracy" else ("", 1.0)
     target = shown_target(facts, config.target)
 
     def column(head: str, metric: str, unit: str = "", factor: float = 1.0) -> LatexColumn:
@@ -312,8 +311,8 @@ def latex_of(report: Report) -> str:
         return LatexColumn(head, unit, direction, samples)
 
     columns = [
-        column(facts.score, final_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
-        column("worst worker", worst_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
+        column(facts.score, score_of(facts, "final"), *percent),
+        column("worst worker", score_of(facts, "worst_final"), *percent),
         column("time", SECONDS, "s"),
         column("traffic", BYTES, "B"),
         column("steps", STEPS),

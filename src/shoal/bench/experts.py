@@ -214,12 +214,12 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
         "max_batch_size": max(batch_size, preset.max_batch_size or _BATCHES_AT_ONCE * batch_size),
         "num_handlers": min(num_handlers, MAX_LOOPS, max(1, num_cores() // 2)),
     }
-    told["device"] = _checked(told["device"]) if "device" in told else default_device()
+    told["device"] = check_device(told["device"]) if "device" in told else default_device()
     return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
 
 
-def _checked(device: str) -> str:
-    """UsageError for one that cannot be here, before processes are started."""
+def check_device(device: str) -> str:
+    """The device itself; UsageError for one that cannot be here, before processes are started."""
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"Experts cannot be served on {device!r}.", next_step="use cpu, cuda, or cuda:1.")
@@ -232,16 +232,20 @@ def _checked(device: str) -> str:
     return device
 
 
-def ensure_files(config: ExpertsConfig, *, should_raise: bool) -> str | None:
+def ensure_files(
+    num_files: int,
+    *,
+    should_raise: bool,
+    cause: str = "every client has a connection of its own, and the server holds them all.",
+    clients: str = "--num-clients",
+) -> str | None:
     """See that all processes may open what they need; what was changed, in words. UsageError otherwise."""
     try:
-        return ensure_open_files(config.num_files, should_raise=should_raise)
+        return ensure_open_files(num_files, should_raise=should_raise)
     except UsageError as error:
+        step = f"use fewer {clients}" if should_raise else "add --increase-file-limit"
         raise UsageError(
-            error.what,
-            cause="every client has a connection of its own, and the server holds them all.",
-            next_step=f"{'use fewer --num-clients' if should_raise else 'add --increase-file-limit'}, or run "
-            f"`ulimit -n {config.num_files}` first.",
+            error.what, cause=cause, next_step=f"{step}, or run `ulimit -n {num_files}` first."
         ) from error
 
 

@@ -206,8 +206,8 @@ def run_benchmark(
             label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
             asked = config if version.source is None else _for_another_version(config)
             arguments = {"benchmark": benchmark, "config": dict(asked), "seed": settings.seed + start}
-            tell_at = functools.partial(_tell_at, tell, label)
-            collected[version.name].measure(start, functools.partial(starter, arguments, version), tell_at)
+            run = functools.partial(starter, arguments, version)
+            collected[version.name].measure(start, run, lambda text, label=label: tell(f"{label}: {text}"))
     environment = {**machine, "before": before, "after": watch.look()}
     return [
         Report(
@@ -265,10 +265,6 @@ def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scena
     module, _, name = SCENARIOS.get(benchmark, benchmark).partition(":")
     scenario: Scenario = getattr(importlib.import_module(module), name)(config, seed)
     return scenario
-
-
-def _tell_at(tell: Tell, label: str, text: str) -> None:
-    tell(f"{label}: {text}")
 
 
 class _Collected:

@@ -16,13 +16,21 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
+from shoal.bench.experts import (
+    HOST,
+    MAX_LOOPS,
+    ExpertsConfig,
+    check_batches,
+    check_clients,
+    check_device,
+    ensure_files,
+)
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell, curve, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
-from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
+from shoal.doctor.machine import default_device, gpus, memory
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.units import counted, digits, scale_for
@@ -248,12 +256,15 @@ def config_of(given: dict[str, Any]) -> LatencyConfig:
     is_virtual = told.get("is_virtual", False)
     told["hosts"] = tuple(str(Address.parse(host)) for host in told.get("hosts", ()))
     told.setdefault("device", "cpu" if is_virtual else default_device())
-    _check_device(told["device"])
+    check_device(told["device"])
     if not told.get("gpus"):
         told["gpus"] = _all_devices(told["device"], len(told["hosts"]))
     jobs = told.get("jobs", LatencyConfig().jobs)
     told.setdefault("client_processes", max(1, min(jobs, num_cores() // _CORES_A_CLIENT_PROCESS)))
-    told.setdefault("max_batch_size", _share_of_device(jobs, told))
+    # half of what comes to one device: were all clients computed together, they would stay together, and all
+    # devices but one would wait
+    batch_size = told.get("batch_size", LatencyConfig().batch_size)
+    told.setdefault("max_batch_size", int(batch_size * max(1, jobs // (2 * len(told["gpus"])))))
     return LatencyConfig(**told)
 
 
@@ -266,23 +277,8 @@ def check_machine(config: LatencyConfig, *, should_raise_limit: bool) -> str | N
             f"{available_bytes / 1e9:.1f} GB are free.",
             next_step="lower --layers-per-gpu or --hid-dim, or simulate it: --virtual.",
         )
-    try:
-        return ensure_open_files(config.num_files, should_raise=should_raise_limit)
-    except UsageError as error:
-        raise UsageError(
-            error.what,
-            cause="every client has a connection to every server.",
-            next_step=f"{'use fewer --jobs' if should_raise_limit else 'add --increase-file-limit'}, or run "
-            f"`ulimit -n {config.num_files}` first.",
-        ) from error
-
-
-def _share_of_device(jobs: int, told: dict[str, Any]) -> int:
-    """Half of what comes to one device: were all clients computed together, they would stay together, and
-    all devices but one would wait.
-    """
-    batch_size = told.get("batch_size", LatencyConfig().batch_size)
-    return int(batch_size * max(1, jobs // (2 * len(told["gpus"]))))
+    cause = "every client has a connection to every server."
+    return ensure_files(config.num_files, should_raise=should_raise_limit, cause=cause, clients="--jobs")
 
 
 def _all_devices(device: str, num_hosts: int) -> tuple[int, ...]:
@@ -290,20 +286,6 @@ def _all_devices(device: str, num_hosts: int) -> tuple[int, ...]:
         return tuple(range(num_hosts or DEFAULT_STAGES))
     num_gpus = max(1, len(gpus(_DRIVER_ANSWER_S).found))
     return tuple(number % num_gpus for number in range(num_hosts or num_gpus))
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise UsageError(
-            f"There is no device {device!r}.",
-            next_step="use cpu or cuda, and say which GPUs with --gpus 0 1 2 3.",
-        )
-    if device == "cuda" and not torch_build().startswith("CUDA"):
-        raise UsageError(
-            "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA.",
-            next_step="use --device cpu, or see what `shoal doctor` says.",
-        )
 
 
 def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:

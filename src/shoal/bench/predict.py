@@ -27,7 +27,7 @@ from shoal.bench.cost_model import (
 from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
-from shoal.report.schema import rows_of
+from shoal.report.schema import Scalar, rows_of
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits
 from shoal.report.views import Items
@@ -78,6 +78,8 @@ class _ScalingFigures:
     """What was measured, and over which links."""
 
     def __init__(self, config: ScalingConfig, report: Report) -> None:
+        from shoal.models.registry import model_named
+
         self._config = config
         self._networks: dict[int, ModelNetwork] = {}
         self._measured = _iterations(report)
@@ -87,8 +89,12 @@ class _ScalingFigures:
                 "the report holds no images a second of workers that share nothing.",
                 next_step="run `shoal bench scaling --predict`.",
             )
-        self.size_bytes = _parameter_bytes(config)
-        self._mixings = _mixings(report)
+        entry = model_named(config.model).at(config.image_size, config.num_classes, config.sequence_length)
+        self.size_bytes = 4 * entry.num_parameters()
+        self._mixings = {
+            int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)
+        }
+        """By number of workers: the seconds of going through a model once, all at the same time."""
 
     def _mates(self, num_workers: int) -> int:
         """Workers that the strategies take for those of one machine."""
@@ -143,17 +149,14 @@ class _ScalingFigures:
 
     def network(self, num_workers: int) -> ModelNetwork:
         """The links that so many workers have between them, under the profile where there is one."""
-        if num_workers not in self._networks:
-            self._networks[num_workers] = self._make_network(num_workers)
-        return self._networks[num_workers]
-
-    def _make_network(self, num_workers: int) -> ModelNetwork:
-        config, inside = self._config, INSIDE[self._config.device]
-        mates = self._mates(num_workers)
+        config, inside, mates = self._config, INSIDE[self._config.device], self._mates(num_workers)
         if config.profile is None:
             return ModelNetwork(inside=inside, between=BETWEEN, workers_per_machine=mates)
-        num_peers = _MOST_PEERS * (1 if self._is_each_apart else mates)
-        return shaped_network(config.profile, inside, config.between, min(num_workers, num_peers), mates)
+        if num_workers not in self._networks:
+            num_peers = min(num_workers, _MOST_PEERS * (1 if self._is_each_apart else mates))
+            made = shaped_network(config.profile, inside, config.between, num_peers, mates)
+            self._networks[num_workers] = made
+        return self._networks[num_workers]
 
     def _shared(self, strategy: str) -> Seconds:
         """The measured iterations in which something was shared, and whose compute is known."""
@@ -288,18 +291,6 @@ def _compute(report: Report, none: Seconds) -> Seconds:
     return found
 
 
-def _mixings(report: Report) -> dict[int, float]:
-    """By number of workers: the seconds of going through a model once, all at the same time."""
-    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)}
-
-
-def _parameter_bytes(config: ScalingConfig) -> int:
-    from shoal.models.registry import model_named
-
-    entry = model_named(config.model)
-    return 4 * entry.at(config.image_size, config.num_classes, config.sequence_length).num_parameters()
-
-
 # --- how it is shown ---
 
 TOLERANCE = 0.15
@@ -408,15 +399,9 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
         }
         for metric, along in values.items():
             _, unit, direction = METRICS[metric]
-            curves.append(
-                Curve(
-                    key={"strategy": lane.strategy, "batch_size": lane.batch_size},
-                    metric=metric,
-                    unit=unit,
-                    direction=direction,
-                    starts=[{"num_workers": sizes, "value": along}],
-                )
-            )
+            key: dict[str, Scalar] = {"strategy": lane.strategy, "batch_size": lane.batch_size}
+            starts = [{"num_workers": sizes, "value": along}]
+            curves.append(Curve(key=key, metric=metric, unit=unit, direction=direction, starts=starts))
     return curves
 
 

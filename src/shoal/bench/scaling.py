@@ -39,7 +39,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, curve, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
@@ -426,7 +426,9 @@ class ScalingScenario:
         kept = PointSpeeds()
         beside = point.under(NONE)
         try:
-            kept.error = self._refusal(point) or self._open(workers, beside) or self._open(workers, point)
+            if self._config.profile is not None and sends_by_itself(point.strategy):
+                kept.error = f"{point.strategy} sends by itself, so that no profile can slow it down."
+            kept.error = kept.error or self._open(workers, beside) or self._open(workers, point)
             if kept.error is None:
                 workers.ask("attach", among=point.num_workers, strategy=point.strategy)
                 tell(f"{point}: Running warmup...")
@@ -446,11 +448,6 @@ class ScalingScenario:
         if kept.error is not None:
             tell(f"{point} failed: {kept.error}")
         return kept
-
-    def _refusal(self, point: ScalingPoint) -> str | None:
-        if self._config.profile is not None and sends_by_itself(point.strategy):
-            return f"{point.strategy} sends by itself, so that no profile can slow it down."
-        return None
 
     def _open(self, workers: Workers, point: ScalingPoint) -> str | None:
         """Why it cannot be, where all or some of the workers say so at once."""
@@ -525,26 +522,20 @@ def predicted_curves(config: ScalingConfig, rows: Sequence[Measured], tell: Tell
     """Yield the curves to more workers than one start has measured; a benchmark never fails for them."""
     from shoal.bench.predict import forecast_curves, forecast_of
 
-    report = Report(
-        benchmark="scaling",
-        created="",
-        config=msgspec.to_builtins(config),
-        rows=[_row(measured) for measured in rows],
-    )
+    fields = ("key", "metric", "unit", "direction", "error")
+    told = [
+        Row(**{name: getattr(row, name) for name in fields}, starts=[] if row.error else [row.samples])
+        for row in rows
+    ]
+    report = Report(benchmark="scaling", created="", config=msgspec.to_builtins(config), rows=told)
     try:
         curves = forecast_curves(forecast_of(report))
     except ShoalError as error:
         tell(f"no prediction: {error.what}")
         return
-    for curve in curves:
-        fields = {name: getattr(curve, name) for name in ("key", "metric", "unit", "direction")}
-        for points in curve.starts:
-            yield MeasuredCurve(**fields, points=points)
-
-
-def _row(measured: Measured) -> Row:
-    fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction", "error")}
-    return Row(**fields, starts=[measured.samples] if measured.error is None else [])
+    for predicted in curves:
+        for points in predicted.starts:
+            yield curve(predicted.metric, predicted.key, points)
 
 
 # --- a worker ---
@@ -588,7 +579,10 @@ class ScalingWorker:
             opened = OpenedModel(self._trainee(where.batch_size), where.batch_size)
             if where.strategy != NONE:
                 group = stack.enter_context(self._open_group(number, where))
-                opened.strategy = self._make_strategy(where.strategy, group)
+                workers = Counter(group.machines)
+                local_sizes = [workers[machine] for machine in sorted(workers)]
+                options = options_for(where.strategy, self._config, local_sizes)
+                opened.strategy = make_contender(group, where.strategy, options)
         except UsageError as error:
             return " ".join(error.what.split())
         self._opened[where.strategy] = opened
@@ -671,8 +665,3 @@ class ScalingWorker:
         from shoal.group.conditions import Shaped
 
         return Shaped(group, config.profile, between=config.between, seed=config.seed)
-
-    def _make_strategy(self, strategy: str, group: Group) -> Strategy:
-        workers = Counter(group.machines)
-        local_sizes = [workers[machine] for machine in sorted(workers)]
-        return make_contender(group, strategy, options_for(strategy, self._config, local_sizes))

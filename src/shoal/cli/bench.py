@@ -147,7 +147,7 @@ def experts(context: typer.Context, flags: ExpertsFlags, run: RunFlags) -> None:
     """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
     should_raise = flags.increase_file_limit or preset_named(flags.preset).should_raise_file_limit
     config = experts_config(flags.preset, msgspec.structs.asdict(flags))
-    _tell(ensure_files(config, should_raise=should_raise))
+    _tell(ensure_files(config.num_files, should_raise=should_raise))
     run_and_tell(context, "experts", config, run, summarize_experts, experts_items)
 
 
