@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from shoal.bench.accuracy import AccuracyConfig, TrickSettings, trick_contenders
-from shoal.bench.accuracy_tables import accuracy_items, changes_of, headline, summarize_accuracy
 from shoal.bench.contenders import strategy_contenders
+from shoal.bench.tables.accuracy import accuracy_items, changes_of, headline, summarize_accuracy
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import Table
 from shoal.report.words import METRICS

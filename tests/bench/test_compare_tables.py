@@ -3,7 +3,8 @@
 import pytest
 
 from bench.sample_contests import FAST, config_of, race_of, record_of, report_of
-from shoal.bench.compare_tables import (
+from shoal.bench.frame import measured
+from shoal.bench.tables.compare import (
     compare_items,
     conditions,
     headline,
@@ -12,7 +13,6 @@ from shoal.bench.compare_tables import (
     ranking,
     summarize_compare,
 )
-from shoal.bench.frame import measured
 from shoal.report.tables import Table
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.bench import dht_hosts
 from shoal.bench.dht import DhtConfig, ExpertsPlan, KeysPlan, config_of
-from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.frame import make_scenario
+from shoal.bench.tables.dht import dht_items, summarize_dht
 from shoal.cli.program import run
 from shoal.core import UsageError
 from shoal.core.placement import num_cores

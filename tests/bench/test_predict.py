@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from shoal.bench.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
+from shoal.bench.forecast.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
+from shoal.bench.forecast.predict import forecast_curves, forecast_items, forecast_of, forecast_result
 from shoal.bench.frame import Measured
-from shoal.bench.predict import forecast_curves, forecast_items, forecast_of, forecast_result
 from shoal.bench.scaling import ScalingConfig, ScalingScenario
 from shoal.core import ReportError
 from shoal.report import Report, Row

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from recorded import check_recorded
-from shoal.bench.published import published_items
+from shoal.bench.forecast.published import published_items
 from shoal.cli import bench, bench_common, program
 from shoal.report.storage import load
 from shoal.report.tables import lines_of

@@ -6,7 +6,7 @@ is on examples that nobody trains on: of the mean of all workers' models, and of
 
 Contenders are neighbour averaging with BlueFog's tricks, or any strategies. The tricks: a smaller learning
 rate where warm-up begins, an average of all workers now and then, and a decay of the learning rate after 25
-instead of 30 parts in 90 of the run. What the samples say is `accuracy_tables`'.
+instead of 30 parts in 90 of the run. What the samples say is `tables.accuracy`'.
 """
 
 from __future__ import annotations

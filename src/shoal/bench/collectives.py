@@ -5,7 +5,7 @@ sample, whosever it is, and a sample is the time of the slowest of them. On a CP
 GPU it is that of many calls which are issued back to back, divided by their number: nobody waits for the GPU
 in between. With `machines` the workers are those of several machines, which talk over streams: once in the
 clear, once encrypted, and gloo takes turns with both.
-What is called, and how results are checked, is `collective_calls`'.
+What is called, and how results are checked, is `processes.collectives`'.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.report.views import Items, title_line
 if TYPE_CHECKING:
     import torch
 
-    from shoal.bench.collective_calls import Call
+    from shoal.bench.processes.collectives import Call
     from shoal.group import Group
 
 T = TypeVar("T")
@@ -443,7 +443,7 @@ class Stopwatch:
         return times | wrong
 
     def _calls(self, op: str, size_bytes: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, Call]]:
-        from shoal.bench.collective_calls import GLOO_CALLS, SHOAL, Stage
+        from shoal.bench.processes.collectives import GLOO_CALLS, SHOAL, Stage
 
         num_elements = size_bytes // _ELEMENT_BYTES
         for via, each in self._contenders.items():
@@ -456,7 +456,7 @@ class Stopwatch:
 
     def _complaint(self, call: Call) -> str:
         """Say what is wrong with the first result of a call; nothing where it is right."""
-        from shoal.bench.collective_calls import difference
+        from shoal.bench.processes.collectives import difference
 
         self._group.barrier().wait()
         complaint = ""

@@ -3,7 +3,7 @@
 Two phases. In the first every contender tries each learning rate of one grid, with a seed that is none of the
 contest's; in the second it runs with its best, once for each seed. All runs are independent, so that they are
 spread over processes; what each of them does is `simulate.contest`'s, and what the contest's rows mean
-`compare_tables`'.
+`tables.compare`'.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.compare_workers import RealContest
 from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
 from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell, curve, measured
+from shoal.bench.processes.compare import RealContest
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores

@@ -3,7 +3,7 @@
 *experts* is the document's benchmark: one peer declares experts in batches, another looks them up. *keys*
 stores and gets single keys from many peers while others are killed, in one of two orders: rounds, in each of
 which a key is stored and then got while victims die along the way; or, with `num_keys`, all stores, then all
-deaths, then all gets. The peers and the processes that host them are `dht_hosts`.
+deaths, then all gets. The peers and the processes that host them are `processes.dht`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 
 if TYPE_CHECKING:
-    from shoal.bench.dht_hosts import BenchSwarm, Details
+    from shoal.bench.processes.dht import BenchSwarm, Details
     from shoal.dht.settings import DHTSettings
 
 # --- what it is told ---
@@ -109,7 +109,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> DHTSettings:
         """The DHT settings that every peer has."""
-        from shoal.bench.dht_hosts import dht_settings
+        from shoal.bench.processes.dht import dht_settings
 
         return dht_settings(self.wait_timeout_s)
 
@@ -324,7 +324,7 @@ class DhtScenario:
 
     async def _live(self, tell: Tell) -> DhtOutcome:
         config = self._config
-        from shoal.bench.dht_hosts import BenchSwarm, ProcessFleet, VirtualFleet
+        from shoal.bench.processes.dht import BenchSwarm, ProcessFleet, VirtualFleet
 
         fleet = ProcessFleet(config) if config.profile is None else VirtualFleet(config, self._seed)
         async with fleet:

@@ -2,7 +2,7 @@
 
 In one run the same clients send the same bytes to a bare echo and to experts, and the server tells how fast
 its experts are alone. Those two are measured before the experts are asked and again after: a machine that
-changes its speed meets all of them. The processes themselves are `experts_workers`, which imports torch.
+changes its speed meets all of them. The processes themselves are `processes.experts`, which imports torch.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class ExpertsScenario:
         config = self._config
         tell(f"starting a server of {counted(config.num_experts, 'expert')}")
         arguments = {"config": msgspec.to_builtins(config), "seed": self._seed}
-        with child("shoal.bench.experts_workers:host", arguments, name="The server") as server:
+        with child("shoal.bench.processes.experts:host", arguments, name="The server") as server:
             ready = server.expect()
             launch_s = time.perf_counter() - began_s
             outcome = ExpertsOutcome(launch_s, ready["experts_s"], ready["networking_s"])
@@ -441,7 +441,7 @@ def _ratio(above: float, below: float) -> float:
 _TICK_S = 0.1
 _ANSWER_S = 600.0
 _CALL_S = 2.0  # more of patience for each batch: calls have deadlines, so that only a bug takes longer
-_ATTEND = "shoal.bench.experts_workers:attend"
+_ATTEND = "shoal.bench.processes.experts:attend"
 LOST = "LostClient"
 """What calls count as whose client died before it could tell of them."""
 

@@ -2,7 +2,7 @@
 
 After Learning@home's throughput scripts (Ryabinin & Gusev 2020, section 4.1). Three methods compute the same
 blocks: 'fast' and 'slow' are model parallelism in this process, 'ours' is expert servers and clients in
-others. What measures them is `latency_workers`, which imports torch.
+others. What measures them is `processes.latency`, which imports torch.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class LatencyScenario:
             yield from self._ours(tell)
 
     def _baselines(self, tell: Tell) -> Iterator[LatencyPoint]:
-        from shoal.bench.latency_workers import Baseline, Pings
+        from shoal.bench.processes.latency import Baseline, Pings
 
         config = self._config
         tell(f"making {config.num_layers} blocks")
@@ -402,7 +402,7 @@ class LatencyScenario:
         shared = {"config": msgspec.to_builtins(config), "seed": self._seed}
         num_processes = max(1, min(num_cores(), len(tasks)))
         results = run_tasks(
-            "shoal.bench.latency_workers:run_point",
+            "shoal.bench.processes.latency:run_point",
             [{**shared, **task} for task in tasks],
             num_processes=num_processes,
             tell=tell,
@@ -437,8 +437,8 @@ def _point_text(method: str, passes: str, index: int, num_points: int) -> str:
 
 # --- servers and client processes ---
 
-_HOST_EXPERTS = "shoal.bench.experts_workers:host"
-_ATTEND = "shoal.bench.latency_workers:attend"
+_HOST_EXPERTS = "shoal.bench.processes.experts:host"
+_ATTEND = "shoal.bench.processes.latency:attend"
 
 
 class Fleet:

@@ -2,8 +2,8 @@
 
 As BlueFog's throughput page: synthetic batches, a warm-up, then iterations of several batches each. Every
 iteration has one of `none` as neighbour in time, where as many workers share nothing: the ceiling. One worker
-alone under `none` is what efficiency is measured by. What the figures say is `scaling_tables`', and what they
-let expect of more workers `predict`'s.
+alone under `none` is what efficiency is measured by. What the figures say is `tables.scaling`', and what they
+let expect of more workers `forecast.predict`'s.
 """
 
 from __future__ import annotations
@@ -520,7 +520,7 @@ def _speed_rows(point: ScalingPoint, speeds: Sequence[Speeds], own_speed: float)
 
 def predicted_curves(config: ScalingConfig, rows: Sequence[Measured], tell: Tell) -> Iterator[MeasuredCurve]:
     """Yield the curves to more workers than one start has measured; a benchmark never fails for them."""
-    from shoal.bench.predict import forecast_curves, forecast_of
+    from shoal.bench.forecast.predict import forecast_curves, forecast_of
 
     fields = ("key", "metric", "unit", "direction", "error")
     told = [

@@ -2,7 +2,7 @@
 
 One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
 ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
-the samples say is `training_tables`'; servers and workers that are started by hand are `training_by_hand`'s.
+the samples say is `tables.training`'; servers and workers that are started by hand are `training_by_hand`'s.
 """
 
 from __future__ import annotations

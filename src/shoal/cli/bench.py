@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 
 from shoal.bench import training_by_hand
 from shoal.bench.accuracy import AccuracyFlags, accuracy_config, fetch_data
-from shoal.bench.accuracy_tables import accuracy_items, summarize_accuracy
 from shoal.bench.collectives import (
     CollectivesFlags,
     collectives_config,
@@ -44,7 +43,6 @@ from shoal.bench.ddp import (
 )
 from shoal.bench.dht import DhtFlags, DhtRunFlags
 from shoal.bench.dht import config_of as dht_config
-from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.experts import ExpertsFlags, ensure_files, experts_items, preset_named, summarize_experts
 from shoal.bench.experts import config_of as experts_config
 from shoal.bench.frame import RunFlags
@@ -58,11 +56,13 @@ from shoal.bench.latency import (
 )
 from shoal.bench.ranks import HostFlags
 from shoal.bench.scaling import ScalingFlags, scaling_config
-from shoal.bench.scaling_tables import scaling_items, summarize_scaling
 from shoal.bench.swarm import SwarmFlags, summarize_swarm, swarm_config
+from shoal.bench.tables.accuracy import accuracy_items, summarize_accuracy
+from shoal.bench.tables.dht import dht_items, summarize_dht
+from shoal.bench.tables.scaling import scaling_items, summarize_scaling
+from shoal.bench.tables.training import summarize_training, training_items
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
-from shoal.bench.training_tables import summarize_training, training_items
 from shoal.bench.transport import SHORT as SHORT_TRANSPORT
 from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunFlags, summarize_transport
 from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
@@ -218,7 +218,7 @@ def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFl
 def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> None:
     """Images a second from one worker to many, under each strategy: how near to linear it stays."""
     if flags.predict_published:
-        from shoal.bench.published import published_items, published_result
+        from shoal.bench.forecast.published import published_items, published_result
 
         show(published_items(), sys.stdout)
         tell_result(published_result(), sys.stdout)

@@ -267,7 +267,7 @@ def _failures(report: Report) -> list[str]:
 
 def predicted_result(report: Report) -> dict[str, Any]:
     """Say for the RESULT line what is expected of more workers, or why nothing is."""
-    from shoal.bench.predict import forecast_of, forecast_result
+    from shoal.bench.forecast.predict import forecast_of, forecast_result
 
     try:
         return forecast_result(forecast_of(report))
@@ -277,7 +277,7 @@ def predicted_result(report: Report) -> dict[str, Any]:
 
 def predicted_items(report: Report) -> Items:
     """Show on the terminal what is expected of more workers, or why nothing is."""
-    from shoal.bench.predict import forecast_items, forecast_of
+    from shoal.bench.forecast.predict import forecast_items, forecast_of
 
     try:
         return forecast_items(forecast_of(report))

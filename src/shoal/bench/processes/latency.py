@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import nn
 
-from shoal.bench.experts_workers import be_clients
 from shoal.bench.frame import Tell
 from shoal.bench.latency import BACKWARD_COST, RECOMPUTED_COST, LatencyConfig, Method, Passes
+from shoal.bench.processes.experts import be_clients
 from shoal.bench.workers import Parent
 from shoal.core import Address, Deadline, LoopThread, Peer, Scope, ShoalError, fanout
 from shoal.core.clock import Clock, running_clock

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.cost_model import (
+from shoal.bench.forecast.cost_model import (
     FORWARD_SHARE,
     Method,
     ModelLink,

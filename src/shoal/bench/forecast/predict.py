@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NONE
-from shoal.bench.cost_model import (
+from shoal.bench.forecast.cost_model import (
     Method,
     ModelLink,
     ModelNetwork,

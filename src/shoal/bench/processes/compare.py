@@ -47,7 +47,7 @@ class RealContest:
     """Processes that do one job after another; a context manager. Started by the first job."""
 
     def __init__(self, num_workers: int) -> None:
-        settings = WorkerSettings("shoal.bench.compare_workers:RealWorker", num_workers, answer_s=_ANSWER_S)
+        settings = WorkerSettings("shoal.bench.processes.compare:RealWorker", num_workers, answer_s=_ANSWER_S)
         self._num_workers = num_workers
         self._stack = contextlib.ExitStack()
         self._crew = self._stack.enter_context(LocalWorkers(settings))
@@ -80,7 +80,7 @@ class RealContest:
         if not self._crew.is_running:
             self._crew.ask("ready", errand=plain)
         start_servers(
-            self._crew, "shoal.bench.compare_workers:serve_job", errand.world.num_servers, errand=plain
+            self._crew, "shoal.bench.processes.compare:serve_job", errand.world.num_servers, errand=plain
         )
         return self._crew.ask("train", errand=plain)
 
