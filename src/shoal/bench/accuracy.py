@@ -352,11 +352,6 @@ class AccuracyRun(msgspec.Struct, frozen=True):
         """How many processes there are beside the workers."""
         return config.num_servers if needs_servers(self.contender.strategy) else 0
 
-    @property
-    def has_counted_bytes(self) -> bool:
-        """Whether all that it sends goes through the group."""
-        return not sends_by_itself(self.contender.strategy)
-
 
 class Evaluation(msgspec.Struct, frozen=True):
     """What one worker tells of the steps since the last evaluation, and of that which follows them."""
@@ -416,10 +411,10 @@ class AccuracyCourse:
             DISTANCE: self.values[DISTANCE][-1],
             SPEED: config.num_workers * config.batch_size * config.steps / axes["s"][-1],
         }
-        if self.run.has_counted_bytes:
-            finals[BYTES] = axes["bytes"][-1]
-        else:
+        if sends_by_itself(self.run.contender.strategy):
             del axes["bytes"]
+        else:
+            finals[BYTES] = axes["bytes"][-1]
         reached = where_reached(self.values[ACCURACY], config.target_accuracy)
         if reached is not None:
             finals[TO_TARGET] = axes["s"][reached]

@@ -118,11 +118,6 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             )
 
     @property
-    def num_back_to_back(self) -> int:
-        """Calls of one sample."""
-        return self.calls_per_sample or CALLS_PER_SAMPLE[self.device]
-
-    @property
     def encryptions(self) -> tuple[str, ...]:
         """The contenders that are Shoal between machines."""
         return tuple(TLS if is_encrypted else PLAIN for is_encrypted in self.encrypted or (False, True))
@@ -296,7 +291,7 @@ class CollectivesScenario:
         details = {
             "num_rounds": num_rounds,
             "samples_per_round": -(-repeats // num_rounds),
-            "calls_per_sample": self._config.num_back_to_back,
+            "calls_per_sample": self._config.calls_per_sample or CALLS_PER_SAMPLE[self._config.device],
         }
         try:
             answers = workers.ask("measure", op=op, size_bytes=size_bytes, **details)

@@ -487,7 +487,9 @@ def convergence_items(report: Report) -> Items:
     if table is not None:
         items.append(table)
     items += histogram_items(row for row in report.rows if row.metric == STALENESS)
-    return [*items, *headline(report), *_by_seed(report), ""]
+    items += headline(report)
+    medians = [f"{100 * median:.1f}" for median in _samples(report, ACCURACY)]
+    return [*items, *[f"Each seed's own: {', '.join(medians)} %."] * (len(medians) > 1), ""]
 
 
 def _conditions(report: Report) -> list[str]:
@@ -541,13 +543,6 @@ def _evaluations(report: Report) -> Table | None:
             )
         )
     return table
-
-
-def _by_seed(report: Report) -> list[str]:
-    medians = _samples(report, ACCURACY)
-    if len(medians) < 2:
-        return []
-    return [f"Each seed's own: {', '.join(f'{100 * median:.1f}' for median in medians)} %."]
 
 
 def _before(points: dict[str, list[float]], at: float) -> float | None:

@@ -199,13 +199,10 @@ class WorkerByHand:
             raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
         finally:
             if times_s:
-                self._tell_rows(config.batch_size, times_s, receive)
-
-    def _tell_rows(self, batch_size: int, times_s: list[float], receive: Receive) -> None:
-        key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
-        speeds = [batch_size / time_s for time_s in times_s]
-        for told in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
-            receive({"row": msgspec.to_builtins(told)})
+                key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
+                speeds = [config.batch_size / time_s for time_s in times_s]
+                for told in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
+                    receive({"row": msgspec.to_builtins(told)})
 
 
 def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:

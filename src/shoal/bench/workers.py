@@ -106,8 +106,10 @@ class Child:
 
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the child tells, None at its end; BenchmarkError when it failed."""
-        line = self._next_line()
-        if not line:
+        while not self.has_more and (some := os.read(self.fileno(), _READ_BYTES)):
+            self._read += some
+        line, is_whole, self._read = self._read.partition(b"\n")
+        if not is_whole:
             try:
                 code = self._process.wait(_ENDING_S)
             except subprocess.TimeoutExpired:
@@ -123,16 +125,6 @@ class Child:
         if "failure" in message:
             raise BenchmarkError(f"{self._name} failed: {message['failure']}", cause=message["trace"])
         return message
-
-    def _next_line(self) -> bytes:
-        """Nothing at the end."""
-        while not self.has_more:
-            some = os.read(self.fileno(), _READ_BYTES)
-            if not some:
-                return b""
-            self._read += some
-        line, _, self._read = self._read.partition(b"\n")
-        return bytes(line)
 
     def expect(self) -> dict[str, Any]:
         """The next thing that the child tells; BenchmarkError when it ended instead."""
@@ -197,8 +189,10 @@ def child(
         environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")]).rstrip(
             os.pathsep
         )
+    has_workers = source is None or (source / "shoal" / "bench" / "workers.py").is_file()
+    module = "shoal.bench.workers" if has_workers else "shoal.bench.children"  # as older versions have it
     process = subprocess.Popen(
-        [sys.executable, "-m", _module_of(source)],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -247,12 +241,6 @@ def children(
             raise
         for each in started:
             each.end()
-
-
-def _module_of(source: Path | None) -> str:
-    """Name the module that runs a child in this version, or in that of `source`, which may be older."""
-    has_workers = source is None or (source / "shoal" / "bench" / "workers.py").is_file()
-    return "shoal.bench.workers" if has_workers else "shoal.bench.children"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

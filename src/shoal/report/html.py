@@ -497,7 +497,12 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         *(f'<th class="number">{name}</th>' for name in figures),
     ]
     body = []
-    zeros = [line for line in group.rows if has_metrics and _is_zero(line)]
+    # of which nothing happened: a count or a sum of zero in all reports
+    zeros = [
+        line
+        for line in group.rows
+        if has_metrics and all(row is None or (row.starts and not any(row.samples)) for row in line)
+    ]
     for line in group.rows:
         if line in zeros:
             continue
@@ -515,11 +520,6 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         dict.fromkeys(_metric_name(row.metric) for line in zeros for row in line if row is not None)
     )
     return html_table(head, body, "statistics") + (f'<p class="how">Zero: {told}.</p>' if told else "")
-
-
-def _is_zero(line: Sequence[Row | None]) -> bool:
-    """Whether nothing happened: a count or a sum of zero in all reports."""
-    return all(row is None or (row.starts and not any(row.samples)) for row in line)
 
 
 def _figure_cells(row: Row, count: int) -> str:
@@ -681,7 +681,8 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
         contender = _contender(row, rows)
-        if contender is not None and row.starts and not _is_ceiling(row):
+        is_ceiling = any(row.key.get(name) == CEILING for name in CONTENDERS)
+        if contender is not None and row.starts and not is_ceiling:
             setting = tuple(entry for entry in row.identity[1] if entry[0] not in contender)
             rivals = contests.setdefault((index, row.metric, setting), {})
             rivals[str(len(rivals))] = (index, row)
@@ -698,11 +699,6 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
             index, row = rivals[lead.names[0]]
             best.add((index, row.identity))
     return best
-
-
-def _is_ceiling(row: Row) -> bool:
-    """Whether it is of workers that share nothing, and so outside of the contest."""
-    return any(row.key.get(name) == CEILING for name in CONTENDERS)
 
 
 def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | None:

@@ -185,7 +185,13 @@ def _turns_s(work: Work, method: Method, network: ModelNetwork, num_workers: int
         return [_messages_s(turn, work, network) for turn in traffic_of(method.topology, num_workers, mates)]
     num_machines = network.num_machines(num_workers)
     if method.speaks == "worker":
-        spoken = _all_to_all(traffic_of(method.topology, num_machines, 1), mates)
+        # each worker speaks to all of its own machine and of the neighbours
+        spoken = [
+            ModelTurn(
+                mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine
+            )
+            for turn in traffic_of(method.topology, num_machines, 1)
+        ]
         return [_messages_s(turn, work, network) for turn in spoken]
     mean_s = ring_s(work.size_bytes, mates, network.inside)
     if num_machines == 1:
@@ -228,14 +234,6 @@ def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tup
         counts = [len(peers) for peers in crossing]
         turns.append(ModelTurn(max(inside), sum(counts), max(counts), max(to_machine, default=0)))
     return tuple(turns)
-
-
-def _all_to_all(turns: tuple[ModelTurn, ...], mates: int) -> list[ModelTurn]:
-    """Turns of machines in which each worker speaks to all of its own machine and of the neighbours."""
-    return [
-        ModelTurn(mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine)
-        for turn in turns
-    ]
 
 
 def _messages_s(turn: ModelTurn, work: Work, network: ModelNetwork) -> float:

@@ -187,7 +187,10 @@ class Baseline:
         if pings is not None or passes != "forward":
             return self._rates_alone(passes, pings)
         if self._config.device == "cpu":
-            return _piped_rates(self._stages(), self._input, self._config)
+            count = self._config.layers_per_gpu
+            starts = range(0, len(self._blocks), count)
+            stages = [nn.Sequential(*self._blocks[at : at + count]) for at in starts]
+            return _piped_rates(stages, self._input, self._config)
         return self._rates_of_events()
 
     def _rates_alone(self, passes: Passes, pings: Pings | None) -> list[float]:
@@ -218,11 +221,6 @@ class Baseline:
         self._synchronize(self._devices)
         took_s = [1e-3 * began.elapsed_time(end) for began, end in itertools.pairwise(ends)]
         return [config.batches_for_throughput * config.batch_size / run_s for run_s in took_s]
-
-    def _stages(self) -> list[nn.Sequential]:
-        """The blocks of each device."""
-        count = self._config.layers_per_gpu
-        return [nn.Sequential(*self._blocks[at : at + count]) for at in range(0, len(self._blocks), count)]
 
     def _pusher(self, passes: Passes, pings: Pings | None) -> Callable[[], None]:
         push = self._forward if passes == "forward" else self._train

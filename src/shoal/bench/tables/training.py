@@ -255,15 +255,6 @@ def training_items(report: Report) -> Items:
     return [*items, *figures, ""] if figures else items
 
 
-def title_of(report: Report) -> str:
-    """What was trained, by how many, on what."""
-    config = report.config
-    workers = counted(config.get("num_workers", 0), "worker")
-    where = config.get("device", "cpu")
-    what = f"{config.get('model')}{inputs_text(config)}"
-    return f"{what}, {workers} on {where}, batch {config.get('batch_size')} each"
-
-
 def _strategies(report: Report) -> Table:
     speeds, fractions = by_strategy(report, SPEED), by_strategy(report, FRACTION)
     own, times = by_rank(report, OWN_FRACTION), by_rank(report, ITERATION)
@@ -271,7 +262,10 @@ def _strategies(report: Report) -> Table:
     heads = (unit, "of ceiling", "95 % interval", "iteration", "p95")
     ranks = _ranks(own)
     columns = (*map(Column, heads), *(Column(f"rank {rank}") for rank in ranks))
-    table = Table(title_of(report), (Column("strategy", "left"), *columns))
+    config = report.config
+    what = f"{config.get('model')}{inputs_text(config)}, {counted(config.get('num_workers', 0), 'worker')}"
+    title = f"{what} on {config.get('device', 'cpu')}, batch {config.get('batch_size')} each"
+    table = Table(title, (Column("strategy", "left"), *columns))
     errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
     quantiles = {name: percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
     scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
@@ -307,7 +301,8 @@ def _speeds(report: Report) -> Table:
         if not ranks:
             ordered = sorted(rows.values(), key=lambda row: statistics.fmean(row.samples))
             shown = [ordered[0], ordered[-1]]
-        table.rows.append((name, *(_plus_minus(row, factor) for row in (totals[name], *shown))))
+        spreads = [Spread.of([factor * sample for sample in row.samples]) for row in (totals[name], *shown)]
+        table.rows.append((name, *(f"{spread.mean:,.1f} ± {spread.error:,.1f}" for spread in spreads)))
     return table
 
 
@@ -356,11 +351,6 @@ def _ranks(by_name: dict[str, dict[int, Row]] | dict[str, dict[int, None]]) -> l
     return ranks if len(ranks) <= MAX_RANKS else []
 
 
-def _plus_minus(row: Row, factor: int) -> str:
-    speed = Spread.of([factor * sample for sample in row.samples])
-    return f"{speed.mean:,.1f} ± {speed.error:,.1f}"
-
-
 # --- KungFu's words ---
 
 
@@ -390,6 +380,8 @@ def figure_lines(report: Report) -> list[str]:
 
 def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
     """By the names that KungFu's line has."""
+    own = canonical(strategy)
+    optimizer = next((name for name, ours in OPTIMIZERS.items() if ours == own), None)
     return {
         "framework": "shoal",
         "np": config.get("num_workers"),
@@ -397,15 +389,9 @@ def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
         "bs": config.get("batch_size"),
         "model": config.get("model"),
         "xla": False,
-        "kf-opt": config.get("kungfu") or _optimizer_of(strategy),
+        "kf-opt": config.get("kungfu") or optimizer,
         "fuse": True,
         "nvlink": None,
         "data": "synthetic",
         **({} if tokens_of(config) is None else {"unit": "tokens/s"}),
     }
-
-
-def _optimizer_of(strategy: str) -> str | None:
-    """What KungFu calls a strategy, where it has it."""
-    own = canonical(strategy)
-    return next((name for name, ours in OPTIMIZERS.items() if ours == own), None)
