@@ -6,9 +6,9 @@ import re
 import msgspec
 import pytest
 
-from shoal.bench.processes import dht as dht_hosts
 from shoal.bench.dht import DhtConfig, ExpertsPlan, KeysPlan, config_of
 from shoal.bench.frame import make_scenario
+from shoal.bench.processes import dht as dht_hosts
 from shoal.bench.tables.dht import dht_items, summarize_dht
 from shoal.cli.program import run
 from shoal.core import UsageError

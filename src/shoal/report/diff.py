@@ -227,7 +227,7 @@ def _t_test(baseline: list[float], test: list[float], *, are_pairs: bool) -> _Te
     difference = mean_of(new) - base
     if are_pairs and len(old) == len(new):
         differences = [after - before for before, after in zip(old, new, strict=True)]
-        error, freedom = math.sqrt(variance_of(differences) / len(differences)), len(differences) - 1
+        error, freedom = math.sqrt(variance_of(differences) / len(differences)), len(differences) - 1.0
     else:
         error, freedom = _welch_error(old, new)
     if error == 0:

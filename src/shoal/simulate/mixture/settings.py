@@ -1,7 +1,8 @@
-"""What the convergence experiment of Learning@home is told, and what memory it will take."""
+"""What the convergence experiment of Learning@home is told, what memory it will take, and what it tells."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -190,3 +191,59 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ends = (NUM_FEATURES + 1) * self.layer_dim + (self.layer_dim + 1) * NUM_CLASSES + 2 * self.layer_dim
         gate = self.layer_dim * (self.num_experts + 2) if self.has_gate else 0
         return _FLOAT_BYTES * (ends + self.num_layers * gate)
+
+
+# --- what it tells ---
+
+
+class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """On all test images."""
+
+    num_updates: int
+    virtual_s: float
+    loss: float
+    accuracy: float
+
+
+class TrainLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean over the last updates."""
+
+    num_updates: int
+    virtual_s: float
+    loss: float
+
+
+class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is told of a run; equal from run to run."""
+
+    evaluations: list[MixtureEvaluation]
+    train_loss: list[TrainLoss]
+    staleness: dict[int, int]
+    """Updates by how many others were made between their forward and them."""
+    expert_staleness: dict[int, int]
+    """Samples' gradients by how many updates their expert made between its forward and taking them in."""
+    virtual_s: float
+    num_touched_experts: int
+    num_lost: int
+    """Samples' gradients that no expert took in, because it had failed."""
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean staleness of all updates, in updates."""
+        return _mean(self.staleness)
+
+    @property
+    def mean_expert_staleness(self) -> float:
+        """Over all gradients of samples."""
+        return _mean(self.expert_staleness)
+
+    @property
+    def diverged_after(self) -> int | None:
+        """The first evaluation or window of training that is no number; None where all are."""
+        losses = (*self.evaluations, *self.train_loss)
+        return min((each.num_updates for each in losses if not math.isfinite(each.loss)), default=None)
+
+
+def _mean(counts: dict[int, int]) -> float:
+    total = sum(counts.values())
+    return sum(value * count for value, count in counts.items()) / total if total else 0.0
