@@ -176,10 +176,8 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_servers: int = 1
     """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
     steps: int = 300
-    """Of each worker."""
     eval_every: int = 30
     batch_size: int = 16
-    """Of each worker."""
     learning_rate: float = 0.1
     """BlueFog's 0.0125 for each of 8 workers."""
     momentum: float = 0.9
@@ -295,7 +293,7 @@ class TrickSettings(msgspec.Struct, frozen=True):
 
     @property
     def tricks(self) -> dict[str, dict[str, Any]]:
-        """By name: what a trick changes of it."""
+        """Says what each trick changes of it, by name."""
         each: dict[str, dict[str, Any]] = {
             WARMUP: {"warmup_factor": 0.1 / self.num_workers},
             AVERAGE: {"global_average_every": self.global_average_every},
@@ -340,7 +338,7 @@ class AccuracyRun(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows and curves."""
+        """The key of its rows and curves."""
         return {"contender": self.contender.name, "split": self.split}
 
     @property
@@ -360,7 +358,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     moved: dict[str, tuple[int, int]]
     """By operation: bytes sent and received."""
     accuracy: float
-    """Of its own model."""
+    """The accuracy of its own model."""
     consensus_distance: float | None
     """None where it is not finite."""
     mean_accuracy: float = 0.0
@@ -383,7 +381,7 @@ class AccuracyCourse:
         self.values: dict[str, list[float]] = {metric: [] for metric in CURVES}
 
     def add(self, step: int, evaluations: list[Evaluation]) -> None:
-        """All workers' evaluations after `step` steps of each; BenchmarkError when it has diverged."""
+        """Take all workers' evaluations after `step` steps of each; BenchmarkError when it has diverged."""
         first = evaluations[0]
         if not first.is_finite:
             raise BenchmarkError(
@@ -470,7 +468,7 @@ class AccuracyScenario:
 
 
 def bytes_moved(moved: list[dict[str, tuple[int, int]]]) -> int:
-    """All bytes that went from one process to another, each counted once.
+    """Count all bytes that went from one process to another, each once.
 
     What one side alone asks for, as a fetch or a put, only that side has counted; all else both have.
     """

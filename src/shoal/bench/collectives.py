@@ -318,7 +318,7 @@ def _key_of(key: RowKey, via: str) -> RowKey:
 
 
 def usual_repeats(size_bytes: int, device: str) -> int:
-    """As many as a steady median takes: small calls scatter most, large ones take longest."""
+    """Return as many as a steady median takes: small calls scatter most, large ones take longest."""
     return next(repeats for limit, repeats in _REPEATS[device] if size_bytes <= limit)
 
 
@@ -587,7 +587,7 @@ def _place_text(num_machines: int, num_workers: int) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """As people write sizes: '25 MB'."""
+    """Write a size as people do: '25 MB'."""
     for unit, name in ((MIB, "MB"), (KIB, "KB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:g} {name}"
@@ -627,7 +627,7 @@ class CollectiveCase(NamedTuple):
     machines: int
     """0 where all workers are on one."""
     workers: int
-    """On each machine."""
+    """How many there are on each machine."""
     size_bytes: int
 
     @property

@@ -136,7 +136,7 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def read_config(config: Mapping[str, Any]) -> CompareConfig:
-    """As a report holds it."""
+    """Read the configuration of a contest as a report holds it."""
     return msgspec.convert(dict(config), CompareConfig, str_keys=True)
 
 
@@ -254,7 +254,7 @@ _FALLEN = 0.2  # of that way, lost again at the end
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Of one run: what kind, and where its score was best."""
+    """Why one run did not reach the target: what kind, and where its score was best."""
 
     kind: str
     best: float | None = None
@@ -269,7 +269,7 @@ def shown_score(facts: TaskFacts, value: float) -> str:
 
 
 def shown_target(facts: TaskFacts, value: float) -> str:
-    """As it was asked for."""
+    """Show a target as it was asked for."""
     return f"{100 * value:g} %" if facts.score == "accuracy" else f"{value:g}"
 
 
@@ -295,12 +295,12 @@ def reasons_of(records: Sequence[CourseRecord], where: str = "") -> dict[str, in
 
 
 def unfit(why: str) -> str:
-    """Of one that did not do a single step."""
+    """Say why one did not do a single step."""
     return f"could not take part: {clause(why)}"
 
 
 def ended_early(record: CourseRecord) -> str:
-    """Of one that no worker has brought to its end."""
+    """Say why no worker has brought one to its end."""
     rank, why = min(record.ended.items())
     return f"ended early, rank {rank} says: {clause(why)}"
 
@@ -362,7 +362,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows and curves."""
+        """The key of its rows and curves."""
         return {"strategy": self.name}
 
     def told(self, config: CompareConfig) -> Iterator[Measured | MeasuredCurve]:
@@ -420,7 +420,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 def edge_of(config: CompareConfig, rate: float) -> str:
-    """At which end of the grid a rate is, beyond which there may be a better one; '' for neither."""
+    """Say at which end of the grid a rate is, as there may be a better one beyond; '' for neither."""
     if not config.is_tuned:
         return ""
     if rate == min(config.learning_rates):
@@ -467,7 +467,7 @@ class Try(msgspec.Struct, frozen=True):
     seed: int
 
     def task(self, config: CompareConfig) -> dict[str, Any]:
-        """For a process of the pool."""
+        """Describe the run for a process of the pool."""
         job, world = self.job(config), config.world_of(self.contender, self.seed)
         executor = config.executor if config.executor != "auto" else suited(job, world)
         return Errand(job=job, world=world, executor=executor).plain()
@@ -602,7 +602,7 @@ class CompareScenario:
 
 
 def suited(job: Job, world: World) -> Executor:
-    """All workers in one tensor where they are many and it can be; else a thread for each."""
+    """Choose one tensor for all workers where they are many and it can be; else a thread for each."""
     if world.num_workers <= MAX_EXACT:
         return "exact"
     try:

@@ -133,7 +133,7 @@ def without_defaults(options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
 
 
 def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each strategy those of the given options that it has; UsageError for one that none of them has."""
+    """Give each strategy those options that it has; UsageError for an option that none of them has."""
     shares = {
         strategy: {option: value for option, value in given.items() if has_option(strategy, option)}
         for strategy in strategies
@@ -148,7 +148,7 @@ def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, 
 
 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """All options of each strategy, with those given that it has; UsageError for one that none has."""
+    """Collect the options of each strategy, with those given that it has; UsageError for one that none has."""
     return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
 
 
@@ -206,7 +206,7 @@ def _own_options(label: str, words: Sequence[str]) -> dict[str, str]:
 def contender_of(
     name: str, strategy: str, options: Mapping[str, Any], base: str = "", trick: str = ""
 ) -> Contender:
-    """With all options that the strategy has, checked."""
+    """Make a contender with all options that its strategy has, checked."""
     return Contender(name, strategy, all_options(strategy, options), base, trick)
 
 
@@ -404,7 +404,7 @@ class Laps:
         self._ends.append(self._now())
 
     def seconds(self) -> list[float]:
-        """Of each iteration, once the device has done them all."""
+        """How long each iteration took, once the device has done them all."""
         synchronize(self._device)
         in_all_s = time.perf_counter() - self._began_s
         pairs = itertools.pairwise([self._begin, *self._ends])
@@ -437,7 +437,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """With the population's deviation, as BlueFog, Horovod and KungFu have it."""
+        """Compute it with the population's deviation, as BlueFog, Horovod and KungFu do."""
         return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
 
     def __str__(self) -> str:

@@ -425,7 +425,7 @@ def summarize_convergence(report: Report) -> dict[str, Any]:
 
 
 def last_accuracies(report: Report, num_last: int) -> list[float]:
-    """Of the last evaluations of every seed, together."""
+    """Collect the accuracies of the last evaluations of every seed."""
     found = _curve(report, ACCURACY)
     starts = [] if found is None else found.starts
     return [value for points in starts for value in points["value"][-num_last:]]

@@ -139,7 +139,6 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     models: tuple[str, ...] = ("resnet18",)
     batch_size: int = 32
-    """Of each worker."""
     image_size: int | None = 32
     """The side of the images; None where no model takes any."""
     sequence_length: int | None = None
@@ -289,7 +288,7 @@ def bucket_size_of(strategy: str, asked: int | None) -> int | None:
 
 
 def options_of(strategy: str, given: Mapping[str, str], bucket_size: int | None) -> dict[str, Any]:
-    """All options of a strategy, its buckets of this size. UsageError for one that it doesn't have."""
+    """Collect a strategy's options, with buckets of this size. UsageError for one that it doesn't have."""
     if "bucket_mib" in given:
         raise UsageError(
             "--option bucket_mib is the size of buckets, which has a flag of its own here.",
@@ -414,7 +413,7 @@ class DdpScenario:
 
 
 def skew(times_s: Sequence[Sequence[float]]) -> list[float]:
-    """Of each iteration: the time of the slowest rank, divided by that of the fastest."""
+    """Divide the time of the slowest rank by that of the fastest, in each iteration."""
     return [max(times) / min(times) for times in zip(*times_s, strict=True)]
 
 
@@ -445,7 +444,7 @@ class DdpWorker:
         return {"machine": [machine, part], "host_id": host_id()}
 
     def machine(self) -> dict[str, Any] | None:
-        """All about the machine, by the first worker of each."""
+        """Describe the machine, by the first worker of each."""
         return describe_machine() if self._place.local_rank == 0 else None
 
     def warm_up(self, model: str) -> None:
@@ -677,7 +676,7 @@ def _skew_lines(report: Report, model: object) -> Items:
 
 
 def slowest_rank(row: Row, num_iters: int) -> int:
-    """By the median of its iterations; a start holds those of one rank after another."""
+    """Find it by the median of its iterations; a start holds those of one rank after another."""
     times_s: dict[int, list[float]] = {}
     for start in row.starts:
         for index, time_s in enumerate(start):

@@ -59,9 +59,9 @@ class KeysPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     failure_rate: float = 0.1
     """The share of all peers that is killed; they never ask for anything."""
     delay_s: float = 0.0
-    """Between storing and getting."""
+    """How long to wait between storing and getting."""
     wait_after_iteration_s: float = 0.0
-    """Rest after every `num_threads` rounds."""
+    """How long to rest after every `num_threads` rounds."""
     latest: bool = True
     """Whether a get asks all replicas."""
 
@@ -352,7 +352,7 @@ class Totals(msgspec.Struct, frozen=True):
     datagrams: int = 0
     """Sent, greetings, acknowledgements and repeats among them; one carries several messages."""
     size_bytes: int = 0
-    """Of those."""
+    """The bytes of those datagrams."""
     messages: int = 0
     """Requests that were sent (to find, to store, to answer a ping), and answers that were given."""
 
@@ -367,7 +367,7 @@ class Totals(msgspec.Struct, frozen=True):
 
 @dataclass
 class Phase:
-    """All stores, or all gets."""
+    """What was measured of all stores, or of all gets."""
 
     what: str
     """'store' or 'get': what rows are named by."""
@@ -376,7 +376,7 @@ class Phase:
     rounds_s: list[float] = field(default_factory=list)
     """The slowest operation of each round, in keys mode."""
     replicas: list[int] = field(default_factory=list)
-    """Peers that took each record."""
+    """How many peers took each record."""
     hops: list[int] = field(default_factory=list)
     """Answers that followed from each other, of every key that was looked up."""
     failures: dict[str, int] = field(default_factory=dict)
@@ -433,7 +433,7 @@ class DhtOutcome:
     num_alive: int = 0
     """Peers that answered at the end."""
     round_trips_s: list[float] = field(default_factory=list)
-    """Between pairs of them."""
+    """How long pings between pairs of them took."""
     memory_bytes: int = 0
     peak_rss_bytes: int = 0
     num_expired_batches: int = 0
@@ -442,7 +442,7 @@ class DhtOutcome:
     """How long the virtual world has lasted; None on sockets."""
 
     def rows(self, config: DhtConfig, wall_s: float) -> Iterator[Measured]:
-        """For the report: what was measured. Failures and expired batches are there where there are any."""
+        """Tell the report what was measured. Failures and expired batches are there where there are any."""
         key: RowKey = {"scenario": config.mode, "num_peers": config.num_peers}
         if config.profile is not None:
             key["profile"] = config.profile
@@ -571,7 +571,7 @@ class _Round:
     """By the number of the peer that stores it."""
     getters: list[int]
     stored: dict[str, int] = field(default_factory=dict)
-    """What was taken, by subkey."""
+    """The values that peers took, by subkey."""
 
 
 async def run_keys(swarm: BenchSwarm, plan: KeysPlan) -> DhtOutcome:

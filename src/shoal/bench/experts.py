@@ -54,9 +54,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     num_clients: int = 128
     batch_size: int = 2048
     max_batch_size: int | None = None
-    """None: four batches."""
+    """None stands for four batches."""
     num_handlers: int | None = None
-    """None: half as many as clients."""
+    """None stands for half as many as there are clients."""
     backward: bool = True
     expert_class: str = "ffn"
     should_raise_file_limit: bool = False
@@ -265,7 +265,7 @@ class Tally(msgspec.Struct):
     failures: dict[str, int] = {}
     """Calls that failed, by the name of the error."""
     first_failure: str = ""
-    """What one of them said."""
+    """What the first of these errors said."""
     ended_s: float = 0.0
 
     @property
@@ -315,7 +315,7 @@ class ExpertsOutcome:
     complaint: str = ""
 
     def rows(self, config: ExpertsConfig, total_s: float) -> Iterator[Measured]:
-        """For the report: what was measured, and an error where calls failed."""
+        """Tell the report what was measured, and an error where calls failed."""
         key: RowKey = {
             "scenario": config.preset,
             "expert_class": config.expert_class,

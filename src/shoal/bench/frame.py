@@ -86,7 +86,7 @@ class Noted(msgspec.Struct, kw_only=True):
     """
 
     facts: dict[str, Any]
-    """Into the report's environment."""
+    """What the report's environment gets."""
 
 
 class Scenario(Protocol):
@@ -207,7 +207,11 @@ def run_benchmark(
             asked = config if version.source is None else _for_another_version(config)
             arguments = {"benchmark": benchmark, "config": dict(asked), "seed": settings.seed + start}
             run = functools.partial(starter, arguments, version)
-            collected[version.name].measure(start, run, lambda text, label=label: tell(f"{label}: {text}"))
+
+            def tell_at(text: str, label: str = label) -> None:
+                tell(f"{label}: {text}")
+
+            collected[version.name].measure(start, run, tell_at)
     environment = {**machine, "before": before, "after": watch.look()}
     return [
         Report(

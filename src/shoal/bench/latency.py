@@ -166,7 +166,7 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the whole model, norms and biases left out."""
+        """The bytes of the whole model's parameters, norms and biases left out."""
         dim = self.hid_dim
         weights = 24 * dim * dim if self.block_type == "ffn" else 4 * dim * dim + 2 * _INNER_DIM * dim
         return _FLOAT_BYTES * weights * self.num_layers
@@ -289,7 +289,7 @@ def _all_devices(device: str, num_hosts: int) -> tuple[int, ...]:
 
 
 def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
-    """In the order in which they are measured; UsageError for one that there is not."""
+    """Put methods into the order in which they are measured; UsageError for one that there is not."""
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise UsageError(

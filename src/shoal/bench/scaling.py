@@ -156,7 +156,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     profile: str | None = None
     """A network that the group is made as slow as: a preset's name or a TOML file."""
     between: Literal["workers", "machines"] = "workers"
-    """Whose links the profile describes."""
+    """Whether the profile describes links of workers or of machines."""
     trace_folder: str | None = None
     """Where to write what torch's profiler saw of rank 0 in one iteration more."""
     should_predict: bool = False
@@ -286,7 +286,7 @@ def doubling(last: int) -> tuple[int, ...]:
 
 
 def given_options(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """For each strategy those of the given options that it has; UsageError for one that none of them has."""
+    """Give each strategy those options that it has; UsageError for an option that none of them has."""
     options = {}
     for strategy, own in shares_of(strategies, given).items():
         read = all_options(strategy, own)

@@ -197,7 +197,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Tokens of an example, where the model reads text."""
     device: DeviceKind = "cpu"
     batch_size: int = 64
-    """Of each worker."""
     strategies: tuple[str, ...] = DEFAULT_STRATEGIES
     options: dict[str, dict[str, Any]] = {}
     """Of each strategy, where it has others than its defaults."""
@@ -208,7 +207,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_pairs: int = 10
     """Blocks of each strategy, each with one of `none` beside it."""
     num_warmup: int = DEFAULT_WARMUP
-    """Iterations before anything is measured."""
     block_s: float = 1.0
     iterations: int | None = None
     """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
@@ -458,13 +456,13 @@ class Block(msgspec.Struct, frozen=True):
     """What one worker did in one block."""
 
     times_s: list[float]
-    """Of each iteration."""
+    """How long each iteration took."""
     waited_s: list[float] = []
     """For each rank, by this worker."""
 
     @property
     def seconds(self) -> float:
-        """From the first iteration's beginning to the last one's end."""
+        """How long the block took, from the first iteration's beginning to the last one's end."""
         return sum(self.times_s)
 
     def examples_per_s(self, batch_size: int) -> float:
@@ -473,7 +471,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 Blocks = list[Block]
-"""One for each rank."""
+"""What all workers did in one block, by rank."""
 
 
 class StrategyBlocks(msgspec.Struct):

@@ -66,7 +66,7 @@ class Role(msgspec.Struct, frozen=True):
     num_servers: int
     num_workers: int
     meeting: Address
-    """The first server's."""
+    """The address of the first server, where all meet."""
     network_interface: str | None = None
     """Through which this process talks to other machines."""
 

@@ -44,7 +44,6 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats: int = 5
     """Measured blocks of each kind, after one block to warm up."""
     block_s: float = 0.5
-    """Length of a block."""
     num_latency_calls: int = 2000
     """Calls, one after another, of which the latency is kept."""
     in_flight_small: int = 64

@@ -463,7 +463,7 @@ class Helper(msgspec.Struct, frozen=True):
     function: str
     """`module:name`, called as any child's, with `place` and `arguments` among its arguments."""
     name: str
-    """What errors call it."""
+    """The name that errors call it by."""
     arguments: dict[str, Any] = {}
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DhtCounters(msgspec.Struct, frozen=True):
-    """How a peer is."""
+    """What a peer knows, holds and did until now."""
 
     up_s: float
     num_peers: int
@@ -45,10 +45,10 @@ class DhtCounters(msgspec.Struct, frozen=True):
     record_bytes: int
     num_cached: int
     num_requests: int
-    """Asked and answered."""
+    """Requests that it sent and answered."""
 
     def line(self, before: DhtCounters) -> str:
-        """In words; the rate is that since `before`."""
+        """Say it in words; the rate is that since `before`."""
         took_s = self.up_s - before.up_s
         rate = (self.num_requests - before.num_requests) / took_s if took_s > 0 else 0.0
         size = scale_for("B", self.record_bytes).format(self.record_bytes)

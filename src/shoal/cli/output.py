@@ -29,7 +29,7 @@ def say(line: str) -> None:
 
 
 def text_stream(json_file: Path | None) -> TextIO:
-    """Where text for people goes: not to stdout when JSON stands there alone."""
+    """Choose where text for people goes: not to stdout when JSON stands there alone."""
     return sys.stderr if str(json_file) == "-" else sys.stdout
 
 

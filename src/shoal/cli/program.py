@@ -83,7 +83,7 @@ class Benchmarks(Verbs):
 
     @property
     def commands(self) -> Any:
-        """All of them, by name."""
+        """The commands by name."""
         return _benchmarks()
 
     @commands.setter

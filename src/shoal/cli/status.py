@@ -136,7 +136,7 @@ def peers_notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
 
 
 def peers_document(seen: Crawl) -> dict[str, object]:
-    """All peers, for machines."""
+    """Describe all peers for programs."""
     return {
         "peers": [
             {

@@ -213,14 +213,14 @@ class RunningJob:
 
     run: str
     workers: tuple[Sighting, ...]
-    """Servers too."""
+    """All that were seen, servers among them."""
     up_s: float
     changes: tuple[str, ...] = ()
     """Who has joined and left an elastic run while it was watched, the last ones."""
 
     @property
     def generation(self) -> int:
-        """Of an elastic run, the newest group that a worker is in; 0 for other runs."""
+        """The newest group that a worker of an elastic run is in; 0 for other runs."""
         return max(one.note.generation for one in self.workers)
 
     @property
@@ -240,7 +240,7 @@ class RunningJob:
         return list({one.note.rank: one for one in reversed(there)}.values())[::-1]
 
     def mean(self, name: str) -> float | None:
-        """Over workers that have logged it."""
+        """Average a value over the workers that have logged it."""
         known = [one.note.values[name] for one in self.live if name in one.note.values]
         return sum(known) / len(known) if known else None
 

@@ -127,7 +127,7 @@ MIN_VERSIONS = {
     "uvloop": "0.21",
     "aiofastnet": "1.0",
 }
-"""What pyproject.toml asks for."""
+"""The least versions, as pyproject.toml asks for them."""
 FEW_DESCRIPTORS = 4096  # a peer that serves a few thousand others, with its files
 SMALL_BYTES = 1 << 30
 _DRIVER_ANSWER_S = 1.5  # doctor is a quick look
@@ -253,7 +253,7 @@ def check_memory() -> CheckResult:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
-    """Where workers of one machine keep the buckets that they share."""
+    """Looks at where workers of one machine keep the buckets that they share."""
     if not folder.is_dir():
         if sys.platform != "linux":
             return ok(f"There is no {folder} on this system; the temporary folder is used.")

@@ -178,7 +178,7 @@ def _filled(parts: Sequence[PagePart]) -> Iterator[tuple[int, PagePart, list[tup
 
 
 def contents(parts: Sequence[PagePart]) -> str:
-    """Where everything is on the page; '' for a short one."""
+    """Say where everything is on the page; '' for a short one."""
     lines = []
     count = 0
     for number, part, found in _filled(parts):
@@ -192,7 +192,7 @@ def contents(parts: Sequence[PagePart]) -> str:
 
 
 def body(parts: Sequence[PagePart]) -> str:
-    """All sections, in order."""
+    """Write all sections, in order."""
     written = []
     for number, part, found in _filled(parts):
         level = 3 if part.words else 2
@@ -292,7 +292,7 @@ class Section:
 
 
 def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
-    """All sections of the reports of one benchmark."""
+    """Make all sections of the reports of one benchmark."""
     colours: Colours = {}
     glance = "" if is_diff else glance_tables(shown)
     over, lines_are = curves_title(shown)

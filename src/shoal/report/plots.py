@@ -131,7 +131,7 @@ class Contest:
         self._names = [name for name in names if name not in self._shared] or names
 
     def contender(self, key: dict[str, Scalar]) -> str:
-        """As short as the others allow; '' where there is one alone."""
+        """Name the contender as shortly as the others allow; '' where there is one alone."""
         if self._names:
             return " ".join(text(key[name]) for name in self._names if name in key)
         return _label(key, (*self._aside, *self._shared))
@@ -347,7 +347,7 @@ class Chart:
         )
 
     def data(self, number: int) -> dict[str, Any]:
-        """For the page; `number` is the set's."""
+        """Return what the page draws; `number` is the set's."""
         values = [y for lines in self.lines for line in lines for y in line["y"]]
         scale = scale_for(self.unit, percentile([abs(value) for value in values], 50) if values else 1.0)
         is_log, has_zeros = _wants_log(values)
@@ -614,7 +614,7 @@ def percentile_view(rows: Sequence[Row | None]) -> dict[str, Any]:
 # --- staleness ---
 
 MAX_BARS = 60
-"""Of a plot."""
+"""The most bars that a plot has; more are put into classes."""
 
 
 def histogram_plots(shown: Sequence[Shown], figures: PageFigures, colours: dict[str, int]) -> str:

@@ -142,7 +142,7 @@ def histogram_items(rows: Iterable[Row]) -> Items:
 
 
 def curve_items(curves: Iterable[Curve]) -> Items:
-    """Where each curve began, where it ended, and its best point; of several starts, their mean."""
+    """Say where each curve began and ended, and its best point; of several starts, their mean."""
     items: Items = []
     for group, found in groups(curves).items():
         shared = shared_key(found)

@@ -317,7 +317,7 @@ class ForecastPoint(msgspec.Struct, frozen=True):
     efficiency: float
     """Against as many times what one worker does alone, as the others."""
     nominal_efficiency: float
-    """With nothing calibrated."""
+    """The efficiency with nothing calibrated."""
     measured_efficiency: float | None = None
 
 
@@ -348,17 +348,17 @@ class ProfileCheck(msgspec.Struct, frozen=True):
 
 
 class ForecastLinks(msgspec.Struct, frozen=True):
-    """Over which links it is predicted."""
+    """The links over which iterations are predicted."""
 
     network: ModelNetwork
     profile: str | None = None
     """That the links are of, where they are not assumed."""
     between: Literal["workers", "machines"] = "machines"
-    """Whose links they are."""
+    """Whether they are links of workers or of machines."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """All of it, with its inputs."""
+    """All that is predicted, with what it was predicted from."""
 
     model: str
     parameter_bytes: int
@@ -406,7 +406,7 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
 
 
 def forecast_result(forecast: Forecast) -> dict[str, Any]:
-    """For the RESULT line."""
+    """Say what is predicted for the RESULT line."""
     result: dict[str, Any] = {
         "parameter_bytes": forecast.parameter_bytes,
         "where": msgspec.to_builtins(forecast.where),

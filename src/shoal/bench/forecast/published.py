@@ -95,12 +95,12 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def work_at(batch_size: int) -> Work:
-    """Of one GPU; half a batch takes half the time, for the page does not say."""
+    """Describe the work of one GPU; half a batch takes half the time, for the page does not say."""
     return Work(batch_size / IMAGES_PER_S_ALONE, PARAMETER_BYTES)
 
 
 def method_at(name: str, batch_size: int) -> Method:
-    """As the page's benchmark ran it: adapt-while-combine, inner-outer exponential neighbours."""
+    """Describe a method as the page ran it: adapt-while-combine, inner-outer exponential neighbours."""
     if name == HOROVOD:
         work = work_at(batch_size)
         backward_s = work.compute_s - work.forward_s
@@ -117,7 +117,7 @@ def method_at(name: str, batch_size: int) -> Method:
 
 @lru_cache(maxsize=1)
 def calibrate() -> Calibrated:
-    """From the bars of `CALIBRATED_ON` at batch 64 alone."""
+    """Fit the model to the bars of `CALIBRATED_ON` at batch 64 alone."""
     work = work_at(BATCH)
     horovod = method_at(HOROVOD, BATCH)
 
@@ -213,7 +213,7 @@ def published_items() -> Items:
 
 
 def published_result() -> dict[str, Any]:
-    """For the RESULT line."""
+    """Say the same for the RESULT line."""
     found = calibrate()
     held_out = [bar for bar in bars() if _counts(bar)]
     worst = max(abs(bar.points) for bar in held_out)

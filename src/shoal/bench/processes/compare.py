@@ -60,7 +60,7 @@ class RealContest:
         self._stack.__exit__(*error)
 
     def run(self, job: Job, world: World) -> CourseRecord:
-        """As `simulate.contest.run_job`, in real seconds; a job whose workers fail is a record with an error.
+        """Run a job in real seconds, as `simulate.contest.run_job` does; one whose workers fail has an error.
 
         UsageError for what real workers cannot be given.
         """
@@ -132,7 +132,7 @@ class RealErrand(Errand, frozen=True, kw_only=True):
 
     @property
     def group_name(self) -> str:
-        """Of the group that it opens."""
+        """The name of the group that its workers open."""
         return f"contest-{self.number}"
 
     def file_of_server(self, folder: str, server: int) -> Path:
@@ -190,7 +190,7 @@ def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
 
 
 def shaped(group: Group, world: World) -> Shaped:
-    """As slow as the world's links; servers are called `server:0`, …, as they are there."""
+    """Make a group as slow as the world's links; servers are called `server:0`, …, as they are there."""
     slow = Shaped(group, world.profile, between=world.between, seed=world.seed)
     if group.everybody is not None:
         profile = _with_servers(world)
@@ -209,11 +209,11 @@ class Pace:
         self._due_s = 0.0
 
     def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """While the block lasts; begun before a strategy is attached, so that it comes first."""
+        """Pace the model while the block lasts; begun before a strategy is attached, to come first."""
         return charged(model, self._costs, self._forward_share, self)
 
     def begin(self, seconds: float) -> None:
-        """From now on, whatever is really computed meanwhile."""
+        """Forward is due so long from now, whatever is really computed meanwhile."""
         self._due_s = self._sleeper.clock.now_s() + seconds
 
     def end_forward(self) -> None:

@@ -330,7 +330,7 @@ class _Share(msgspec.Struct, frozen=True):
         ]
 
     def membership(self) -> Membership | None:
-        """For servers that the benchmark has not started itself."""
+        """Find the swarm's secret, for servers that the benchmark has not started itself."""
         if not self.config.hosts:
             return None
         file = self.config.secret_file
@@ -366,12 +366,12 @@ class _Crowd:
         return []
 
     def latency(self, ping_s: float, passes: Passes) -> dict[str, Any]:
-        """Of the first client alone: seconds of each batch."""
+        """Measure the first client alone: seconds of each batch."""
         client = self._clients[0].under(ping_s, passes, "latency")
         return self._told(latencies(client, self._config.batches_for_latency))
 
     def throughput(self, ping_s: float, passes: Passes) -> dict[str, Any]:
-        """Of all clients at once: samples a second in each run."""
+        """Measure all clients at once: samples a second in each run."""
         clients = [client.under(ping_s, passes, "throughput") for client in self._clients]
         config = self._config
         load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)

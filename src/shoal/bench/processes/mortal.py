@@ -83,7 +83,7 @@ class MortalNetwork(SocketNetwork):
 
 
 class Graveyard:
-    """Where peers listened that are dead."""
+    """The addresses at which peers listened that are dead."""
 
     def __init__(self) -> None:
         self._addresses: set[tuple[Any, ...]] = set()
@@ -110,7 +110,7 @@ class TappedNetwork:
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
-        """As the other network's; what is sent is looked at."""
+        """Open datagrams as the other network does, and look at what is sent."""
         begin = protocol.connection_made
 
         def begin_tapped(transport: asyncio.BaseTransport) -> None:

@@ -42,7 +42,7 @@ class AccuracyOutcome:
 
 
 def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
-    """By split and contender, in the order of the report."""
+    """Collect the figures by split and contender, in the order of the report."""
     outcomes: dict[str, dict[str, AccuracyOutcome]] = {}
     for row in report.rows:
         if "contender" in row.key:
@@ -63,7 +63,7 @@ def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
 
 
 def changes_of(report: Report) -> dict[str, dict[str, list[float]]]:
-    """By split and contender: what its trick changed in final accuracy, start by start, in points."""
+    """Say what each trick changed in final accuracy, start by start, in points, by split and contender."""
     changes: dict[str, dict[str, list[float]]] = {}
     for split, named in outcomes_of(report).items():
         samples = {name: outcome.samples.get(FINAL, []) for name, outcome in named.items()}

@@ -80,7 +80,7 @@ class ContestOutcome:
 
 
 def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
-    """By contender, in the order of the contest."""
+    """Collect the figures by contender, in the order of the contest."""
     config = read_config(report.config)
     outcomes = {contender.name: ContestOutcome(len(config.seeds)) for contender in config.contenders}
     for row in report.rows:

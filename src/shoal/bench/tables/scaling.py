@@ -50,7 +50,7 @@ class ScalingFigures:
     def samples(
         self, metric: str, strategy: str, batch_size: int, num_workers: int, rank: int | None = None
     ) -> list[float] | None:
-        """All samples of one figure; None where it was not measured."""
+        """Return all samples of one figure; None where it was not measured."""
         row = self._rows.get((metric, strategy, batch_size, num_workers, rank))
         return None if row is None else row.samples
 

@@ -140,7 +140,7 @@ def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
 
 
 def waits_of(report: Report) -> dict[str, Waits]:
-    """By strategy: how long each worker waited for each other one, in all blocks."""
+    """Sum up how long each worker waited for each other one in all blocks, by strategy."""
     waits: dict[str, Waits] = {}
     for row in rows_of(report, WAITED):
         who, whom = int(row.key["rank"]), int(row.key["waited_for"])
@@ -149,7 +149,7 @@ def waits_of(report: Report) -> dict[str, Waits]:
 
 
 def interval_of(row: Row) -> list[float] | None:
-    """Where the median of a row lies, at 95 %."""
+    """Say where the median of a row lies, at 95 %."""
     interval = median_interval(row.samples)
     return None if interval is None else [round(end, 4) for end in interval]
 
@@ -188,7 +188,7 @@ def _rounded(row: Row) -> list[float]:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Where the median of what was sampled lies, at least this surely, whatever its distribution.
+    """Say where the median of what was sampled lies, at least this surely, whatever its distribution.
 
     Between two order statistics, by the binomial distribution; None where there are too few samples for any
     two to be far enough apart (5 at 95 %).
@@ -365,7 +365,7 @@ def becomes_text(name: str) -> str:
 
 
 def figure_lines(report: Report) -> list[str]:
-    """For each strategy one: the first worker's speed, the error of 1.96 deviations, and what ran."""
+    """Write a line for each strategy: the first worker's speed, its error (1.96 deviations), and what ran."""
     lines = []
     for row in report.rows:
         if row.metric != OWN_SPEED or row.key.get("rank") != 0 or not row.starts:

@@ -21,7 +21,7 @@ from shoal.simulate.mixture.settings import (
 from shoal.transport.network.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081
-"""Of MNIST's pixels."""
+"""The mean and deviation of MNIST's pixels."""
 LOSS_WINDOW = 64
 """Updates whose training losses make one point."""
 

@@ -106,12 +106,12 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def usual_compute_ms(self) -> float:
-        """Where nothing else is said."""
+        """The milliseconds that computing takes where nothing else is said."""
         return (LOCKED_COMPUTE_MS if self.is_faithful else DEFAULT_COMPUTE_MS)[self.model]
 
     @property
     def compute_s(self) -> float:
-        """Of one training step."""
+        """The seconds of one training step's computing."""
         return (self.usual_compute_ms if self.compute_ms is None else self.compute_ms) / 1000
 
     def resolved(self) -> Self:
@@ -136,7 +136,7 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def window_s(self) -> float:
-        """In which trainers compute as one."""
+        """The seconds in which trainers compute as one."""
         if self.window_ms is not None:
             return self.window_ms / 1000
         at_once = TRAINERS_AT_ONCE if self.delay_ms else TRAINERS_WITHOUT_DELAY
@@ -145,20 +145,20 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def inputs_an_update(self) -> int:
-        """Of an expert; a dense block is updated in every step."""
+        """How many inputs an expert's update takes; a dense block is updated in every step."""
         if not self.has_gate:
             return 1
         return self.batch_size if self.update_every_inputs is None else self.update_every_inputs
 
     @property
     def expert_bytes(self) -> int:
-        """Parameters of one expert."""
+        """The bytes of one expert's parameters."""
         inner = WIDTH * self.layer_dim
         matrices = 2 * self.layer_dim * inner + inner * inner
         return _FLOAT_BYTES * (matrices + 6 * inner + self.layer_dim)
 
     def parameter_bytes(self) -> int:
-        """Of the whole model."""
+        """The bytes of the whole model."""
         return self.num_layers * self.experts_a_layer * self.expert_bytes + self._trunk_bytes()
 
     def memory_bytes(self) -> int:
@@ -197,7 +197,7 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """On all test images."""
+    """How well the model does on all test images."""
 
     num_updates: int
     virtual_s: float
@@ -206,7 +206,7 @@ class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean over the last updates."""
+    """The mean loss over the last updates."""
 
     num_updates: int
     virtual_s: float
@@ -234,7 +234,7 @@ class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_expert_staleness(self) -> float:
-        """Over all gradients of samples."""
+        """The mean staleness of all samples' gradients."""
         return _mean(self.expert_staleness)
 
     @property
