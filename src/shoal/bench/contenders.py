@@ -148,7 +148,7 @@ def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, 
 
 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Collect the options of each strategy, with those given that it has; UsageError for one that none has."""
+    """Collect each strategy's options, with those given that it has; UsageError for one that none has."""
     return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
 
 
