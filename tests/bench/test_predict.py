@@ -160,6 +160,7 @@ def test_real_runs_over_shaped_links_come_within_fifteen_percent(tmp_path, betwe
         num_iters=4,
         profile=str(profile),
         between=between,
+        should_predict=True,  # so that what mixing takes is measured too, which the formula counts
     )
     scenario = ScalingScenario(msgspec.to_builtins(config), 0)
     rows = [
