@@ -23,7 +23,7 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import ends_by_signal, live_line, say
+from shoal.cli.output import ends_by_signal, live_line, say, say_listening
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
@@ -135,8 +135,7 @@ def _introduce(peer: DHT, *, is_new: bool) -> None:
 
     address, num_known = peer.endpoint.addresses[0], len(peer.table)
     has_secret = peer.endpoint.membership is not None
-    protected = "with a swarm secret" if has_secret else "without a secret"
-    say(f"Listening on {address}, TCP and UDP, as peer {peer.peer_id}, {protected}.")
+    say_listening(address, peer.peer_id, has_secret=has_secret)
     if is_new:
         say("Another peer on this machine has this user's identity: this id is for this run only.")
     say(f"Joined a swarm: {counted(num_known, 'peer')} known." if num_known else "Nobody else is here yet.")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO
 
 import msgspec
 
+from shoal.core.ids import Address, PeerId
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.report.storage import write_atomically
@@ -77,6 +78,12 @@ def live_line() -> Iterator[tuple[Callable[[str], None], float]]:
             lambda text: line.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True),
             _EVERY_S,
         )
+
+
+def say_listening(address: Address, peer_id: PeerId | None, *, has_secret: bool) -> None:
+    """Print where a peer listens, and who it is."""
+    protected = "with a swarm secret" if has_secret else "without a secret"
+    say(f"Listening on {address}, TCP and UDP, as peer {peer_id}, {protected}.")
 
 
 @contextlib.contextmanager

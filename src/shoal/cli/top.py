@@ -241,8 +241,7 @@ class RunningJob:
 
     def mean(self, name: str) -> float | None:
         """Average a value over the workers that have logged it."""
-        known = [one.note.values[name] for one in self.live if name in one.note.values]
-        return sum(known) / len(known) if known else None
+        return _mean(one.note.values.get(name) for one in self.live)
 
     def result(self) -> dict[str, Any]:
         """The numbers of the job, for the RESULT line."""

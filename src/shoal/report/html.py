@@ -48,7 +48,7 @@ from shoal.report.plots import (
     titled,
     wait_plots,
 )
-from shoal.report.schema import Identity, Report, Row, Scalar, flatten, label_of, text
+from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_number, label_of, text
 from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
@@ -467,11 +467,9 @@ def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
     cells = []
     for name in names:
         value: Scalar | None = row.key.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        shown = "–" if value is None else f"{value:,}" if is_number else text(value)
-        cells.append(
-            f'<th scope="row"{rows} class="key{" number" if is_number else ""}">{escape(shown)}</th>'
-        )
+        kind, shown = ("key number", f"{value:,}") if is_number(value) else ("key", text(value))
+        shown = "–" if value is None else shown
+        cells.append(f'<th scope="row"{rows} class="{kind}">{escape(shown)}</th>')
     return "".join(cells)
 
 
@@ -479,9 +477,8 @@ def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Headings of those entries, numbers to the right."""
     heads = []
     for name in names:
-        values = [row.key.get(name) for row in rows]
-        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        heads.append(f'<th class="key{" number" if is_number else ""}">{escape(name)}</th>')
+        are_numbers = all(is_number(row.key.get(name)) for row in rows)
+        heads.append(f'<th class="key{" number" if are_numbers else ""}">{escape(name)}</th>')
     return heads
 
 

@@ -22,7 +22,7 @@ from shoal.report.curves import (
     is_histogram,
 )
 from shoal.report.diff import Diff
-from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
+from shoal.report.schema import Curve, Report, Row, Scalar, is_number, label_of, text
 from shoal.report.statistics import PERCENTILES, mean_of, percentile, percentiles, start_medians
 from shoal.report.units import Scale, scale_for
 from shoal.report.views import Group, shared_key, short_label, verdict_text
@@ -457,8 +457,7 @@ def scaling_groups(shown: Sequence[Shown]) -> list[Group]:
 
 def _is_scaling(row: Row) -> bool:
     value = row.key.get(WORKERS)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    return is_number and bool(row.starts) and "rank" not in row.key
+    return is_number(value) and float(value or 0) > 0 and bool(row.starts) and "rank" not in row.key
 
 
 def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:

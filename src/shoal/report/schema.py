@@ -234,6 +234,11 @@ def with_failed(report: Report, result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "failed": len(report.failed)} if report.failed else result
 
 
+def is_number(value: object) -> bool:
+    """Whether a value of a key is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_plain(value: Scalar) -> bool:
     """Whether tables and plots can show it: sums and axes are made of floats."""
     if isinstance(value, float):
