@@ -258,7 +258,13 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
                     next_step=f"leave it out, or say --mode {owner}.",
                 )
             fields[field] = flags.pop(name)
-    _check_time(flags, is_virtual=is_virtual)
+    if is_virtual and "num_processes" in flags:
+        raise UsageError("A virtual world is one process.", next_step="leave --num-processes out.")
+    if not is_virtual and "profile" in flags:
+        raise UsageError(
+            "--profile describes a simulated network, and this benchmark runs on sockets.",
+            next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
+        )
     num_peers = flags.get("num_peers", _NUM_VIRTUAL_PEERS if is_virtual else _NUM_PEERS[mode])
     return DhtConfig(
         plan=ExpertsPlan(**fields) if mode == EXPERTS else _keys_plan(fields, is_virtual=is_virtual),
@@ -288,16 +294,6 @@ def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:
             )
         fields = {"num_store_peers": 1, "num_get_peers": 1, "latest": False, **fields}
     return KeysPlan(**fields)
-
-
-def _check_time(flags: Mapping[str, Any], *, is_virtual: bool) -> None:
-    if is_virtual and "num_processes" in flags:
-        raise UsageError("A virtual world is one process.", next_step="leave --num-processes out.")
-    if not is_virtual and "profile" in flags:
-        raise UsageError(
-            "--profile describes a simulated network, and this benchmark runs on sockets.",
-            next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
-        )
 
 
 # --- one start ---

@@ -576,7 +576,10 @@ def experts_items(report: Report) -> Items:
             items += ["", f"Start {number} of {len(starts)}"]
         items += list(_lines(start, config, str(report.environment.get("device", ""))))
     items.append("")
-    items += [(f"failed: {_first_words(row.error or '')}", "red") for row in report.failed]
+    for row in report.failed:
+        # without the traceback that may follow: it was shown when it happened, and the report has it
+        words = (row.error or "").partition("Traceback (most recent call last)")[0].split()
+        items.append((f"failed: {' '.join(words).removesuffix(' Likely cause:')}", "red"))
     if report.failed and starts:
         items.append(("Warning: calls failed; times and rates end with the calls that did not.", "red"))
     return items
@@ -584,13 +587,6 @@ def experts_items(report: Report) -> Items:
 
 def _status(report: Report) -> str:
     return "Failure" if report.failed else "Success"
-
-
-def _first_words(error: str) -> str:
-    """Without the traceback that may follow: it was shown when it happened, and the report has it."""
-    return " ".join(error.partition("Traceback (most recent call last)")[0].split()).removesuffix(
-        " Likely cause:"
-    )
 
 
 # --- figures ---

@@ -258,7 +258,12 @@ def config_of(given: dict[str, Any]) -> LatencyConfig:
     told.setdefault("device", "cpu" if is_virtual else default_device())
     check_device(told["device"])
     if not told.get("gpus"):
-        told["gpus"] = _all_devices(told["device"], len(told["hosts"]))
+        count = len(told["hosts"]) or None
+        if told["device"] == "cpu":
+            told["gpus"] = tuple(range(count or DEFAULT_STAGES))
+        else:
+            num_gpus = max(1, len(gpus(_DRIVER_ANSWER_S).found))
+            told["gpus"] = tuple(number % num_gpus for number in range(count or num_gpus))
     jobs = told.get("jobs", LatencyConfig().jobs)
     told.setdefault("client_processes", max(1, min(jobs, num_cores() // _CORES_A_CLIENT_PROCESS)))
     # half of what comes to one device: were all clients computed together, they would stay together, and all
@@ -279,13 +284,6 @@ def check_machine(config: LatencyConfig, *, should_raise_limit: bool) -> str | N
         )
     cause = "every client has a connection to every server."
     return ensure_files(config.num_files, should_raise=should_raise_limit, cause=cause, clients="--jobs")
-
-
-def _all_devices(device: str, num_hosts: int) -> tuple[int, ...]:
-    if device == "cpu":
-        return tuple(range(num_hosts or DEFAULT_STAGES))
-    num_gpus = max(1, len(gpus(_DRIVER_ANSWER_S).found))
-    return tuple(number % num_gpus for number in range(num_hosts or num_gpus))
 
 
 def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
@@ -494,7 +492,14 @@ def opened_fleet(config: LatencyConfig, seed: int, tell: Tell) -> Iterator[Fleet
         try:
             fleet.connect()
         except BenchmarkError as error:
-            raise _explained(error, config) from error
+            if not config.hosts:
+                raise
+            raise BenchmarkError(
+                error.what,
+                cause="a host serves nothing, other experts, or asks for a swarm's secret (--secret-file).",
+                next_step=f"on each host: shoal serve --expert-class {config.expert_class} --hidden-dim "
+                f"{config.hid_dim} --num-experts {config.layers_per_gpu} --listen HOST:PORT",
+            ) from error
         yield fleet
 
 
@@ -529,17 +534,6 @@ def _values(answer: dict[str, Any]) -> list[float]:
         raise BenchmarkError(answer["error"])
     values: list[float] = answer["values"]
     return values
-
-
-def _explained(error: BenchmarkError, config: LatencyConfig) -> BenchmarkError:
-    if not config.hosts:
-        return error
-    return BenchmarkError(
-        error.what,
-        cause="a host serves nothing, other experts, or asks for a swarm's secret (--secret-file).",
-        next_step=f"on each host: shoal serve --expert-class {config.expert_class} --hidden-dim "
-        f"{config.hid_dim} --num-experts {config.layers_per_gpu} --listen HOST:PORT",
-    )
 
 
 # --- what it prints ---

@@ -414,7 +414,7 @@ class ScalingScenario:
         if (error := self._open(workers, point)) is not None:
             raise BenchmarkError(error)
         tell(f"{point}: Running warmup...")
-        self._warm_up(workers, point)
+        workers.ask("warm_up", among=1, strategy=NONE)
         tell(f"{point}: Running benchmark...")
         speeds = []
         for number in range(self._config.num_iters):
@@ -432,8 +432,8 @@ class ScalingScenario:
             if kept.error is None:
                 workers.ask("attach", among=point.num_workers, strategy=point.strategy)
                 tell(f"{point}: Running warmup...")
-                self._warm_up(workers, beside)
-                self._warm_up(workers, point)
+                for which in (beside, point):
+                    workers.ask("warm_up", among=which.num_workers, strategy=which.strategy)
                 tell(f"{point}: Running benchmark...")
                 for number in range(self._config.num_iters):
                     order = (point, beside) if number % 2 == 0 else (beside, point)
@@ -441,7 +441,11 @@ class ScalingScenario:
                     kept.speeds.append(found[point])
                     kept.ceilings.append(found[beside])
                     tell(f"{point}: {iteration_text(number, found[point][0], self._what)}")
-                self._trace(workers, point, tell)
+                if self._config.trace_folder is not None:
+                    name = f"{point.strategy}-batch{point.batch_size}-np{point.num_workers}"
+                    file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
+                    workers.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
+                    tell(f"{point}: traced in {file}")
                 workers.ask("close", among=point.num_workers, strategy=point.strategy)
         except BenchmarkError as error:
             kept = PointSpeeds(error=one_line(error))
@@ -460,22 +464,11 @@ class ScalingScenario:
             workers.ask("close", among=point.num_workers, strategy=point.strategy)
         return said[0] if said else None
 
-    def _warm_up(self, workers: Workers, point: ScalingPoint) -> None:
-        workers.ask("warm_up", among=point.num_workers, strategy=point.strategy)
-
     def _iterate(self, workers: Workers, point: ScalingPoint) -> Speeds:
         answers = workers.ask("iterate", among=point.num_workers, strategy=point.strategy)
         config = self._config
         count = point.batch_size * config.num_batches_per_iter * (config.sequence_length or 1)
         return [count / seconds for seconds in answers]
-
-    def _trace(self, workers: Workers, point: ScalingPoint, tell: Tell) -> None:
-        if self._config.trace_folder is None:
-            return
-        name = f"{point.strategy}-batch{point.batch_size}-np{point.num_workers}"
-        file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
-        workers.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
-        tell(f"{point}: traced in {file}")
 
 
 def rows_of(

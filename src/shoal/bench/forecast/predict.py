@@ -170,7 +170,10 @@ class _ScalingFigures:
         alone_s = self._compute[batch_size, 1]
         points = []
         for size in self._sizes():
-            compute_s = self._compute_apart_s(batch_size, size)
+            # of a worker whose machine is filled as far as it can be: the most that was measured of that
+            mates = min(size, self._workers_per_machine)
+            known = [known for batch, known in self._compute if batch == batch_size and known <= mates]
+            compute_s = self._compute[batch_size, max(known)]
             try:
                 nominal_s = self._iteration_s(strategy, compute_s, size, Fitted())
                 predicted_s = self._iteration_s(strategy, compute_s, size, fitted)
@@ -196,12 +199,6 @@ class _ScalingFigures:
             sizes.append(mates)
             mates *= 2
         return sorted(dict.fromkeys([*sizes, *self._config.num_workers]))
-
-    def _compute_apart_s(self, batch_size: int, num_workers: int) -> float:
-        """Of a worker whose machine is filled as far as it can be: the most that was measured of that."""
-        mates = min(num_workers, self._workers_per_machine)
-        known = [size for batch, size in self._compute if batch == batch_size and size <= mates]
-        return self._compute[batch_size, max(known)]
 
     def _calibrate(self, strategy: str) -> Fitted:
         """Overhead; the link between machines, if several were measured; what grows with each doubling."""
