@@ -250,7 +250,7 @@ class CollectivesScenario:
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
-        for settings, key in self._settings_between_machines() if self._config.machines else self._settings():
+        for settings, key in self._settings():
             where = _place_text(int(key.get("machines", 0)), int(key["workers"]))
             with self.open_workers(settings) as workers:
                 for op in self._config.ops or OPS:
@@ -262,13 +262,11 @@ class CollectivesScenario:
                         )
 
     def _settings(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
-        for num_workers in self._config.workers:
-            arguments = {"device": self._config.device}
-            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, arguments)
-            yield settings, {"workers": num_workers}
-
-    def _settings_between_machines(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
+        """The workers that are started, and the key of their rows: on one machine, or on several."""
         config = self._config
+        for num_workers in () if config.machines else config.workers:
+            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, {"device": config.device})
+            yield settings, {"workers": num_workers}
         function = "shoal.bench.collectives:work_between_machines"
         for machines, workers in config.machines:
             key: RowKey = {"machines": machines, "workers": workers}
