@@ -55,7 +55,8 @@ class Verbs(TyperGroup):
 
     def short_help_of(self, ctx: Any, name: str) -> str:
         """Return the line that help has of a command."""
-        return str(self.get_command(ctx, name).get_short_help_str(_WHOLE))
+        command: Any = self.get_command(ctx, name)
+        return str(command.get_short_help_str(_WHOLE))
 
 
 class Verb(NamedTuple):

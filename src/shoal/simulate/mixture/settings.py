@@ -240,8 +240,9 @@ class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def diverged_after(self) -> int | None:
         """The first evaluation or window of training that is no number; None where all are."""
-        losses = (*self.evaluations, *self.train_loss)
-        return min((each.num_updates for each in losses if not math.isfinite(each.loss)), default=None)
+        losses = [(each.num_updates, each.loss) for each in self.evaluations]
+        losses += [(each.num_updates, each.loss) for each in self.train_loss]
+        return min((at for at, loss in losses if not math.isfinite(loss)), default=None)
 
 
 def _mean(counts: dict[int, int]) -> float:
