@@ -594,16 +594,14 @@ def check_gate(diff: Diff, limit_percent: float) -> Gate:
 
 def _is_past(row: RowDiff, limit_percent: float) -> bool:
     change = row.judgement.change_percent
-    if change is None:  # from a zero baseline: any loss is past any limit
-        return row.verdict is Verdict.WORSE or _lost(row)
-    return change < -limit_percent
+    if change is not None:
+        return change < -limit_percent
+    # from a zero baseline: any loss is past any limit
+    median = row.changes[0]
+    has_lost = (median.test < median.baseline) == (row.test.direction == "higher")
+    return has_lost or row.verdict is Verdict.WORSE
 
 
 def _by(row: RowDiff) -> str:
     change = row.judgement.change_percent
     return "" if change is None else f" by {-change:.1f}%"
-
-
-def _lost(row: RowDiff) -> bool:
-    median = row.changes[0]
-    return (median.test < median.baseline) == (row.test.direction == "higher")

@@ -332,22 +332,17 @@ def how_it_ran(shown: Sequence[Shown]) -> Section:
     results = [
         {name: value for name, value in item.report.result.items() if name != "headline"} for item in shown
     ]
-    tables = (
-        (
-            "Configuration",
-            settings_table("config", configs, shown),
-            any(each != configs[0] for each in configs),
-        ),
-        ("Result", settings_table("result", results, shown), False),
-    )
-    folds = [folded(name, content, is_open=is_open) for name, content, is_open in tables if content]
-    return Section("How it ran", commands(shown) + "".join(folds))
+    content = commands(shown)
+    if config := settings_table("config", configs, shown):
+        content += folded("Configuration", config, is_open=any(each != configs[0] for each in configs))
+    if result := settings_table("result", results, shown):
+        content += folded("Result", result)
+    return Section("How it ran", content)
 
 
 def environments(shown: Sequence[Shown]) -> Section:
     """Shows on which machines everything ran."""
-    places = [item.report.environment for item in shown]
-    content = settings_table("environment", places, shown)
+    content = settings_table("environment", [item.report.environment for item in shown], shown)
     return Section("Environment", folded("Machine and versions", content) if content else "")
 
 
@@ -393,8 +388,9 @@ def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
     if len(shown) > 1:
         bars = figures.place("bars", set=number, rows=[bars_data(line) for _, line in lines], **names)
         parts.append(titled("percentiles", bars))
-        views = [percentile_view(line) for _, line in lines if _is_timed(line)]
-        if len(views) == len(lines):
+        rows = [row for _, line in lines for row in line if row is not None]
+        if all(row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES) for row in rows):
+            views = [percentile_view(line) for _, line in lines]
             together = {"y": views[0]["y"], "views": [view["views"][0] for view in views]}
             parts.append(titled("share of samples", figures.place("lines", set=number, **together)))
     spread = figures.place("spread", set=number, rows=[spread_data(line) for _, line in lines], **names)
@@ -404,13 +400,6 @@ def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
         + titled("samples by process start", spread)
     )
     return folded("One row closer", content, is_open=len(shown) > 1)
-
-
-def _is_timed(line: Sequence[Row | None]) -> bool:
-    return all(
-        row is None or (row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES))
-        for row in line
-    )
 
 
 def _names(shown: Sequence[Shown]) -> dict[str, list[object]]:
@@ -457,8 +446,7 @@ def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
 def _key_columns(rows: Sequence[Row]) -> list[str]:
     """Names of the key entries that tell the rows apart, in the order of the benchmark."""
     shared = shared_key(rows)
-    names = {name: True for row in rows for name in row.key if name not in shared}
-    return list(names)
+    return list(dict.fromkeys(name for row in rows for name in row.key if name not in shared))
 
 
 def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
@@ -640,7 +628,14 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
     best = best_cells(rows, [item.report.benchmark for item in shown])
-    scales = {metric: _scale(metric, [row for _, row in rows]) for metric in metrics}
+    scales = {}
+    for metric in metrics:
+        medians = [
+            abs(percentile(row.samples, 50))
+            for _, row in rows
+            if row.starts and (row.metric, row.unit, row.direction) == metric
+        ]
+        scales[metric] = scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
     heads = [
         *key_heads(firsts, names),
         *(["<th>report</th>"] if len(shown) > 1 else []),
@@ -707,15 +702,6 @@ def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | N
     if len(names) == 1 and all(isinstance(other.key.get(names[0]), str) for _, other in rows):
         return tuple(names)
     return None
-
-
-def _scale(metric: tuple[str, str, str], rows: Sequence[Row]) -> Scale:
-    medians = [
-        abs(percentile(row.samples, 50))
-        for row in rows
-        if row.starts and (row.metric, row.unit, row.direction) == metric
-    ]
-    return scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
 
 
 def _head(metric: tuple[str, str, str], scale: Scale) -> str:
@@ -789,13 +775,12 @@ def reports_table(shown: Sequence[Shown]) -> str:
 
 
 def _machine(environment: dict[str, Any]) -> str:
-    machine, cores, device = (environment.get(name) for name in ("machine", "cores", "device"))
-    parts = [
-        text(machine) if machine else "",
-        f"{cores} cores" if cores else "",
-        text(device) if device else "",
-    ]
-    return ", ".join(part for part in parts if part) or "–"
+    parts = {
+        name: text(environment[name]) for name in ("machine", "cores", "device") if environment.get(name)
+    }
+    if "cores" in parts:
+        parts["cores"] += " cores"
+    return ", ".join(parts.values()) or "–"
 
 
 def settings_table(name: str, values: Sequence[dict[str, Any]], shown: Sequence[Shown]) -> str:

@@ -228,22 +228,22 @@ def overview_data(group: ReportGroup) -> dict[str, Any]:
     positive = [median for median in medians if median > 0]
     is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
     scale = scale_for(group.unit, percentile(medians, 50) if medians else 1.0)
+
+    def quantiles(row: Row | None) -> dict[str, Any] | None:
+        if row is None or not row.starts:
+            return None
+        values = [value / scale.factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
+        return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
+
     rows = [
         {
             "label": group.label(index),
-            "series": [
-                _quantiles(row, scale.factor) if row is not None and row.starts else None for row in line
-            ],
+            "series": [quantiles(row) for row in line],
             "failed": [row.error if row is not None else None for row in line],
         }
         for index, line in enumerate(group.rows)
     ]
     return {"unit": scale.unit, "isLog": is_log, "rows": rows}
-
-
-def _quantiles(row: Row, factor: float) -> dict[str, Any]:
-    values = [value / factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
-    return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
 
 
 def bars_data(line: Sequence[Row | None]) -> dict[str, Any]:
@@ -366,17 +366,16 @@ class Chart:
         # those who send much and those who send little are both to be seen
         is_log = axis == "bytes" and bool(ends) and max(ends) > LOG_RATIO / 2 * min(ends)
         named = f"{title}{f' ({along.unit})' if along.unit and along.unit != unit else ''}"
-        shown = [_scaled(line, along.factor, scale.factor) for line in lines]
+        factors = {"x": along.factor, **dict.fromkeys(("y", "low", "high"), scale.factor)}
+        shown = [
+            {
+                name: [number / factors[name] for number in value] if name in factors else value
+                for name, value in line.items()
+            }
+            for line in lines
+        ]
         x = {"title": named, "unit": along.unit, "isLog": is_log, "isDoubling": axis == WORKERS}
         return {"x": x, "lines": shown}
-
-
-def _scaled(line: dict[str, Any], x: float, y: float) -> dict[str, Any]:
-    factors = {"x": x, "y": y, "low": y, "high": y}
-    return {
-        name: [number / factors[name] for number in value] if name in factors else value
-        for name, value in line.items()
-    }
 
 
 def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
