@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # mypy reads torch, on a loaded machine in a minute
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One for all, with what mypy remembers of torch."""
+    return tmp_path_factory.mktemp("types")
 
 
 def checked(folder, program):
@@ -23,7 +29,7 @@ def checked(folder, program):
         env={**os.environ, "MYPYPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=280,
         check=False,
     )
     told = re.findall(r"^.*?program\.py:(\d+): (?:error|note): (.*)$", done.stdout, re.MULTILINE)
@@ -31,9 +37,9 @@ def checked(folder, program):
     return {int(line): "\n".join(text for other, text in told if other == line) for line, _ in told}
 
 
-def test_keywords_of_a_strategy_are_known_with_their_types(tmp_path):
+def test_keywords_of_a_strategy_are_known_with_their_types(folder):
     told = checked(
-        tmp_path,
+        folder,
         """
         import shoal
         group = shoal.init()
@@ -47,9 +53,9 @@ def test_keywords_of_a_strategy_are_known_with_their_types(tmp_path):
     assert 'keyword argument "outer_rate"' in told[5]
 
 
-def test_shard_keeps_the_type_of_what_it_divides(tmp_path):
+def test_shard_keeps_the_type_of_what_it_divides(folder):
     told = checked(
-        tmp_path,
+        folder,
         """
         import shoal, torch
         from torch.utils.data import DataLoader, TensorDataset

@@ -2,7 +2,8 @@
 
 Without a group it runs in virtual time, with a thread for each worker, and takes some seconds. With one, all
 its members call it, and it tries there what needs no lost worker: `shoal run -np 2 check.py` with
-`check_strategy(MyStrategy, group=shoal.init())`.
+`check_strategy(MyStrategy, group=shoal.init())`. `run_workers` runs a training of your own in the same
+way, to compare with the formula.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from shoal.simulate.exact import Killed, SimulatedOutcome, SimulatedWorker, run_
 from shoal.simulate.world import World
 from shoal.strategies import BUILT_IN, Strategy, StrategyOptions, describe_options, load_class
 from shoal.strategies.options import read_options
+
+T = TypeVar("T")
 
 _STEP_S = 0.01
 """Virtual seconds of one step: a lost worker is noticed within the steps that follow."""
@@ -48,6 +51,23 @@ _KEPT = (
     "`__init__`, and not again in `start`. Plain tensors and dictionaries are not kept."
 )
 _DIRECTION = "look for the sign and the size of what is added to the parameters; try a smaller outer step."
+
+
+def run_workers(work: Callable[[Group], T], num_workers: int) -> list[T]:
+    """Runs `work(group)` for several workers in virtual time, in this process; gives its results by rank.
+
+    A group is made for each worker, in a thread of its own. An exception of a worker is raised here: the
+    first that is no PeerLost, which others raise when one has failed.
+    """
+    outcomes = run_exact(World(num_workers=num_workers), lambda worker: work(worker.group))
+    for error in sorted(filter(None, (outcome.error for outcome in outcomes)), key=_is_of_another):
+        raise error
+    return [cast(T, outcome.value) for outcome in outcomes]
+
+
+def _is_of_another(error: BaseException) -> bool:
+    """Tells whether a worker has failed because another one has."""
+    return isinstance(error, PeerLost)
 
 
 class StrategyCheckFailed(AssertionError):
@@ -172,8 +192,7 @@ def _in_virtual_time(check: _Check, size: int, trial: Callable[..., _Trial]) -> 
     except ShoalError as error:  # nobody can go on
         alone.fail(promise, error.what, _ORDER)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    # who is lost for the others has failed for a reason of its own
-    errors.sort(key=lambda each: isinstance(each, PeerLost))
+    errors.sort(key=_is_of_another)
     if errors and not check.may_fail:
         alone.fail(promise, f"{type(errors[0]).__name__}: {errors[0]}", _ORDER)
     if check.judge is not None:

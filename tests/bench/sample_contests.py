@@ -5,7 +5,7 @@ import msgspec
 from shoal.bench.compare import CompareConfig, Finish, compared
 from shoal.bench.frame import Measured, _Collected, measured
 from shoal.report import Report
-from shoal.simulate.job import CourseRecord, Job, Moment
+from shoal.simulate.job import CourseRecord, Moment, TrainingJob
 from shoal.simulate.world import World
 
 
@@ -27,7 +27,7 @@ def config_of(*strategies, **fields):
 
 def record_of(*values, task="digits", pace_s=1.0, worst=0.0, **fields):
     """Evaluations with these scores, ten steps, `pace_s` and 1000 bytes apart."""
-    job = Job(
+    job = TrainingJob(
         task=task,
         strategy="all-reduce",
         num_workers=2,

@@ -14,7 +14,7 @@ from shoal.bench.accuracy import (
     parts_of,
 )
 from shoal.bench.contenders import Contender
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 
 ALONE = Contender("all-reduce", "all-reduce")
 CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "dirichlet:0.1"), steps=40)
@@ -23,8 +23,8 @@ CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "diri
 @pytest.fixture
 def school(tmp_path, monkeypatch):
     # what a process of its own is set to would stay with the tests that follow
-    monkeypatch.setattr(Place, "set_up_process", lambda self: None)
-    place = Place(0, 1, "key", str(tmp_path))
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
+    place = BenchPlace(0, 1, "key", str(tmp_path))
     return AccuracyWorker(place, msgspec.to_builtins(CONFIG), contextlib.ExitStack())
 
 

@@ -30,7 +30,7 @@ from shoal.bench.compare import (
 )
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
 from shoal.core import BenchmarkError, UsageError
-from shoal.simulate.contest import Errand, run_task
+from shoal.simulate.contest import Trial, run_task
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World
 from shoal.strategies import BUILT_IN
@@ -40,23 +40,23 @@ from shoal.transport.network.distributions import Exponential, Normal
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a contest whose processes are this one; `answer(errand)` instead of training, where given."""
+    """Run a contest whose processes are this one; `answer(trial)` instead of training, where given."""
 
     def run(config, answer=None):
-        errands, told = [], []
+        trials, told = [], []
 
         def run_tasks(function, tasks, *, num_processes, tell):
             assert function == "shoal.simulate.contest:run_task"
             for task in tasks:
-                errand = msgspec.convert(task, Errand, str_keys=True)
-                errands.append(errand)
-                found = run_task(task, tell) if answer is None else answer(errand)
+                trial = msgspec.convert(task, Trial, str_keys=True)
+                trials.append(trial)
+                found = run_task(task, tell) if answer is None else answer(trial)
                 yield found.plain() if hasattr(found, "plain") else found
 
         monkeypatch.setattr(module, "run_tasks", run_tasks)
         scenario = CompareScenario(msgspec.json.decode(msgspec.json.encode(config)), 0)
         told = list(scenario.run(lambda _: None))
-        return told, errands
+        return told, trials
 
     return run
 
@@ -76,12 +76,12 @@ def samples_of(told, metric):
 def test_each_tries_every_rate_once_and_competes_with_its_best(run):
     config = config_of("all-reduce", "pair", learning_rates=(0.05, 0.1, 0.2, 0.4))
 
-    def answer(errand):
-        is_better = errand.job.learning_rate == (0.2 if errand.job.strategy == "pair" else 0.1)
+    def answer(trial):
+        is_better = trial.job.learning_rate == (0.2 if trial.job.strategy == "pair" else 0.1)
         return record_of(0.1, 0.9, 0.9) if is_better else record_of(0.1, 0.2, 0.9)
 
-    told, errands = run(config, answer)
-    assert [(errand.job.strategy, errand.job.learning_rate, errand.job.seed) for errand in errands] == [
+    told, trials = run(config, answer)
+    assert [(trial.job.strategy, trial.job.learning_rate, trial.job.seed) for trial in trials] == [
         *(
             (name, rate, config.tuning_seed)
             for name in ("all-reduce", "pair")
@@ -105,19 +105,19 @@ def test_each_tries_every_rate_once_and_competes_with_its_best(run):
 def test_the_grid_grows_for_all_until_the_best_of_each_is_inside(run):
     config = config_of("all-reduce", "pair", learning_rates=(0.1, 0.2))
 
-    def answer(errand):
-        best = 0.8 if errand.job.strategy == "pair" else 0.05
-        is_better = errand.job.learning_rate == best
+    def answer(trial):
+        best = 0.8 if trial.job.strategy == "pair" else 0.05
+        is_better = trial.job.learning_rate == best
         return (
             record_of(0.1, 0.9, 0.9)
             if is_better
-            else record_of(0.1, 0.2, 0.3 / abs(errand.job.learning_rate - best))
+            else record_of(0.1, 0.2, 0.3 / abs(trial.job.learning_rate - best))
         )
 
-    told, errands = run(config, answer)
-    tried = {errand.job.strategy: [] for errand in errands}
-    for errand in errands[: -2 * len(config.seeds)]:
-        tried[errand.job.strategy].append(errand.job.learning_rate)
+    told, trials = run(config, answer)
+    tried = {trial.job.strategy: [] for trial in trials}
+    for trial in trials[: -2 * len(config.seeds)]:
+        tried[trial.job.strategy].append(trial.job.learning_rate)
     assert sorted(tried["pair"]) == sorted(tried["all-reduce"])  # the same budget
     assert {0.025, 1.6} <= {*tried["pair"]}
     assert {name: row.key["learning_rate"] for name, (row,) in rows_of(told, "chosen").items()} == {
@@ -127,35 +127,35 @@ def test_the_grid_grows_for_all_until_the_best_of_each_is_inside(run):
 
 
 def test_the_grid_does_not_grow_for_ever(run):
-    _, errands = run(
+    _, trials = run(
         config_of("pair", learning_rates=(0.1, 0.2)),
-        lambda errand: record_of(0.1, errand.job.learning_rate / 100),
+        lambda trial: record_of(0.1, trial.job.learning_rate / 100),
     )
-    assert max(errand.job.learning_rate for errand in errands) == 1.6
+    assert max(trial.job.learning_rate for trial in trials) == 1.6
 
 
 def test_all_have_the_same_world_and_job_but_for_what_is_theirs(run):
     world = World(num_workers=2, workers_per_machine=1)
-    _, errands = run(config_of("all-reduce", "parameter-server", world=world), lambda _: record_of(0.1, 0.9))
-    assert [errand.world.num_servers for errand in errands] == [0, 0, 1, 1]
-    assert {errand.world.workers_per_machine for errand in errands} == {1}
+    _, trials = run(config_of("all-reduce", "parameter-server", world=world), lambda _: record_of(0.1, 0.9))
+    assert [trial.world.num_servers for trial in trials] == [0, 0, 1, 1]
+    assert {trial.world.workers_per_machine for trial in trials} == {1}
     common = [
-        msgspec.structs.replace(errand.job, strategy="", options={}, seed=0).__repr__() for errand in errands
+        msgspec.structs.replace(trial.job, strategy="", options={}, seed=0).__repr__() for trial in trials
     ]
     assert len(set(common)) == 1
 
 
 def test_a_single_rate_is_not_tuned(run):
-    told, errands = run(config_of(learning_rates=(0.3,)), lambda _: record_of(0.1, 0.9))
-    assert len(errands) == 4
+    told, trials = run(config_of(learning_rates=(0.3,)), lambda _: record_of(0.1, 0.9))
+    assert len(trials) == 4
     assert not rows_of(told, "tuning_accuracy")
 
 
 def test_rows_hold_what_was_at_the_end_and_where_the_target_was_reached(run):
     told, _ = run(
         config_of("pair"),
-        lambda errand: record_of(
-            0.1, 0.5, 0.85, 0.9, worst=0.1, pace_s=errand.job.seed, staleness={0: 6, 2: 3}
+        lambda trial: record_of(
+            0.1, 0.5, 0.85, 0.9, worst=0.1, pace_s=trial.job.seed, staleness={0: 6, 2: 3}
         ),
     )
     samples = {
@@ -186,21 +186,21 @@ def test_rows_hold_what_was_at_the_end_and_where_the_target_was_reached(run):
 def test_who_waited_for_whom_is_told_of_pairs_that_did(run):
     told, _ = run(
         config_of("pair"),
-        lambda errand: record_of(0.1, 0.9, waited_s=[[0.0, 1.5], [0.0, 0.0]]),
+        lambda trial: record_of(0.1, 0.9, waited_s=[[0.0, 1.5], [0.0, 0.0]]),
     )
     waits = rows_of(told, "waited")["pair"]
     assert [(row.key["rank"], row.key["waited_for"], row.samples) for row in waits] == [(0, 1, [1.5])] * 2
 
 
 def test_who_does_not_reach_the_target_says_why(run):
-    def answer(errand):
-        if errand.job.seed == 5:
+    def answer(trial):
+        if trial.job.seed == 5:
             return record_of(0.1, 0.85)
         return record_of(0.1, 0.5, error="it diverged: after 10 steps.")
 
     told, _ = run(
         config_of("pair", learning_rates=(0.1, 0.2)),
-        answer=lambda errand: record_of(0.1, 0.5, 0.6 - errand.job.learning_rate),
+        answer=lambda trial: record_of(0.1, 0.5, 0.6 - trial.job.learning_rate),
     )
     (_, last) = rows_of(told, "not_reached")["pair"]
     assert last.key["why"].startswith("still improving at the end, at the smallest rate of the grid")
@@ -214,7 +214,7 @@ def test_what_nobody_brought_to_its_end_has_no_last_figures(run):
     ended = {0: "rank 1 is lost.", 1: "rank 1 was killed."}
     told, _ = run(
         config_of("pair", "neighbor"),
-        lambda errand: record_of(0.1, 0.5 if errand.job.strategy == "pair" else 0.9, ended=ended),
+        lambda trial: record_of(0.1, 0.5 if trial.job.strategy == "pair" else 0.9, ended=ended),
     )
     for metric in (
         "final_accuracy",
@@ -234,12 +234,12 @@ def test_what_nobody_brought_to_its_end_has_no_last_figures(run):
 
 
 def test_who_diverges_at_every_rate_does_not_compete(run):
-    def answer(errand):
-        is_wild = errand.job.strategy == "pair"
+    def answer(trial):
+        is_wild = trial.job.strategy == "pair"
         return record_of(0.1, error="it diverged." if is_wild else "")
 
-    told, errands = run(config_of(learning_rates=(0.1, 0.2)), answer)
-    assert len([errand for errand in errands if errand.job.seed in (5, 6)]) == 2
+    told, trials = run(config_of(learning_rates=(0.1, 0.2)), answer)
+    assert len([trial for trial in trials if trial.job.seed in (5, 6)]) == 2
     assert [row.key["why"] for row in rows_of(told, "not_reached")["pair"]] == [
         "diverged at every rate of the grid"
     ] * 2
@@ -247,8 +247,8 @@ def test_who_diverges_at_every_rate_does_not_compete(run):
 
 
 def test_a_run_that_fails_is_a_row_and_the_others_go_on(run):
-    def answer(errand):
-        return BenchmarkError("its process died") if errand.job.strategy == "pair" else record_of(0.1, 0.9)
+    def answer(trial):
+        return BenchmarkError("its process died") if trial.job.strategy == "pair" else record_of(0.1, 0.9)
 
     told, _ = run(config_of("pair", "all-reduce"), answer)
     (row,) = rows_of(told, "final_accuracy")["pair"]

@@ -5,12 +5,12 @@ import time
 import pytest
 import torch
 
-from shoal.bench.processes.compare import Pace, RealContest, RealErrand, shaped
+from shoal.bench.processes.compare import Pace, RealContest, RealTrial, shaped
 from shoal.core import Address, UsageError
 from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup
 from shoal.simulate.contest import run_job
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.world import Compute, StepCosts, World
 from shoal.transport import FaultScript, Profile
 
@@ -19,7 +19,9 @@ FAR = Profile.parse("[ways.default]\ndelay_ms = 10")
 
 def job(strategy, **fields):
     sizes = {"num_workers": 2, "steps": 20, "eval_every": 5, "learning_rate": 0.5, "momentum": 0.0}
-    return Job(**{"task": "quadratic", "strategy": strategy, "split": "dirichlet:1", **sizes, **fields})
+    return TrainingJob(
+        **{"task": "quadratic", "strategy": strategy, "split": "dirichlet:1", **sizes, **fields}
+    )
 
 
 def world(**fields):
@@ -75,7 +77,7 @@ def test_what_real_workers_cannot_be_given_is_refused(fields, reason):
         contest.run(job("neighbor"), world(**fields))
 
 
-JOB = Job(task="quadratic", strategy="neighbor", num_workers=1, steps=1, eval_every=1)
+JOB = TrainingJob(task="quadratic", strategy="neighbor", num_workers=1, steps=1, eval_every=1)
 
 
 def test_a_step_takes_as_long_as_the_world_says():
@@ -95,8 +97,8 @@ def test_a_step_takes_as_long_as_the_world_says():
 
 
 def test_an_errand_goes_by_plain_values():
-    errand = RealErrand(number=3, job=JOB, world=World(num_workers=4, compute=Compute(factors={1: 2.0})))
-    assert RealErrand.read(errand.plain()) == errand
+    trial = RealTrial(number=3, job=JOB, world=World(num_workers=4, compute=Compute(factors={1: 2.0})))
+    assert RealTrial.read(trial.plain()) == trial
 
 
 def test_servers_and_workers_are_where_they_are_in_virtual_time():

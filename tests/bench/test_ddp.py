@@ -21,7 +21,7 @@ from shoal.bench.ddp import (
     sweep,
 )
 from shoal.bench.frame import RunSettings, run_benchmark
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import compare, load, save
 from shoal.report.pytorch import diff_lines
@@ -181,10 +181,10 @@ def test_machines_are_compared_with_the_first():
 def alone(tmp_path, monkeypatch):
     """A worker that is alone, in this process."""
     # what a process of its own is set to would stay with the tests that follow
-    monkeypatch.setattr(Place, "set_up_process", lambda self: None)
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
 
     def alone(**changed):
-        place = Place(0, 1, "test-ddp", str(tmp_path))
+        place = BenchPlace(0, 1, "test-ddp", str(tmp_path))
         config = msgspec.structs.replace(TINY, num_workers=1, **changed)
         return DdpWorker(place, msgspec.to_builtins(config), contextlib.ExitStack())
 
@@ -230,7 +230,7 @@ def test_gradients_do_not_add_up(alone):
 
 def test_backends_are_asked_for_where_they_are_not_the_devices_own(alone, monkeypatch):
     asked = []
-    monkeypatch.setattr(Place, "open_group", lambda place, name, **named: asked.append(named["backend"]))
+    monkeypatch.setattr(BenchPlace, "open_group", lambda place, name, **named: asked.append(named["backend"]))
     for changed in (
         {},
         {"strategy": "all-reduce", "distributed_backend": "shoal"},

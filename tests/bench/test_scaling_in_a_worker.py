@@ -7,7 +7,7 @@ import pytest
 
 from shoal.bench.contenders import NONE
 from shoal.bench.scaling import ScalingConfig, ScalingPoint, ScalingWorker
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 
 CONFIG = ScalingConfig(
     model="small-cnn",
@@ -28,9 +28,9 @@ def point(strategy, batch_size=4):
 def bench(tmp_path, monkeypatch):
     """A worker that is alone, in this very process."""
     # what a process of its own is set to would stay with the tests that follow
-    monkeypatch.setattr(Place, "set_up_process", lambda self: None)
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
     with contextlib.ExitStack() as stack:
-        yield ScalingWorker(Place(0, 1, "alone", str(tmp_path)), msgspec.to_builtins(CONFIG), stack)
+        yield ScalingWorker(BenchPlace(0, 1, "alone", str(tmp_path)), msgspec.to_builtins(CONFIG), stack)
 
 
 def count_steps(bench, strategy):

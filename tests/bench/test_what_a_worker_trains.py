@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.bench.contenders import Laps, Recipe
-from shoal.bench.workers import Place
+from shoal.bench.workers import BenchPlace
 from shoal.core import UsageError
 from shoal.models import model_named
 
@@ -106,7 +106,7 @@ def test_workers_take_the_gpus_of_their_machine_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    places = [Place(rank, 5, "key", str(tmp_path)) for rank in range(5)]
+    places = [BenchPlace(rank, 5, "key", str(tmp_path)) for rank in range(5)]
     assert [place.device("cuda").index for place in places] == [0, 1, 0, 1, 0]
     assert [device.index for device in taken] == [0, 1, 0, 1, 0]
     assert places[1].device("cpu") == CPU
@@ -115,4 +115,4 @@ def test_workers_take_the_gpus_of_their_machine_in_turn(tmp_path, monkeypatch):
 def test_a_worker_without_a_gpu_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="torch finds none"):
-        Place(1, 2, "key", str(tmp_path)).device("cuda")
+        BenchPlace(1, 2, "key", str(tmp_path)).device("cuda")

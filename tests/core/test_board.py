@@ -8,7 +8,7 @@ import pytest
 
 from core.boards import NOW_S, gone, note
 from shoal.core import ManualClock, board
-from shoal.core.board import Keeper, look, name_of_run, own_keeper, pin
+from shoal.core.board import KeeperProcess, look, name_of_run, own_keeper, pin
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders have owners on POSIX only")
 CLOCK = ManualClock(wall_s=NOW_S + 0.5)
@@ -65,7 +65,7 @@ def test_of_several_notes_of_one_worker_that_of_its_own_counts(folder):
 
 def test_a_copy_goes_with_its_keeper_and_has_the_state_that_was_seen_elsewhere(folder):
     put(note(0, pid=1, started="?", keeper=own_keeper(), state="stopped"), "a")
-    put(note(1, keeper=Keeper(os.getpid(), "1")), "b")
+    put(note(1, keeper=KeeperProcess(os.getpid(), "1")), "b")
     assert seen() == [("job", 0, "stopped")]
     assert len(list(folder.iterdir())) == 1
 
@@ -149,7 +149,9 @@ def test_a_note_of_which_only_half_went_out_takes_no_ones_place(folder, monkeypa
 
 def test_processes_of_another_namespace_are_seen_by_their_age_and_left_alone(folder, monkeypatch):
     put(gone(0, namespace="another"))
-    put(note(0, "copied", pid=1, namespace="another", keeper=Keeper(os.getpid(), "1"), state="stopped"))
+    put(
+        note(0, "copied", pid=1, namespace="another", keeper=KeeperProcess(os.getpid(), "1"), state="stopped")
+    )
     assert seen() == [("copied", 0, "stopped"), ("job", 0, "running")]
     put(gone(1, namespace=board.namespace()))
     assert ("job", 1, "gone") in seen()

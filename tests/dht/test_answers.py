@@ -30,7 +30,7 @@ from shoal.dht.wire import (
     Find,
     Found,
     Item,
-    Kind,
+    LookupKind,
     Ping,
     Pong,
     State,
@@ -105,7 +105,7 @@ def test_the_nearest_peers_are_told_without_the_asker():
         one, asker = peers[0], peers[9]
         for target in (KEY, asker.peer_id.digest, one.peer_id.digest):
             number = number_of(target)
-            found = await send_find(asker, one, Want(target, Kind.PEERS))
+            found = await send_find(asker, one, Want(target, LookupKind.PEERS))
             nearest = one.table.nearest(number, MAX_CONTACTS, now_s=0.0)
             assert told(found, found.findings[0]) == [
                 contact.packed for contact in nearest if contact.id != asker.peer_id
@@ -126,10 +126,10 @@ def test_nobody_beyond_the_reach_is_told():
         ]
         for count in range(len(nearest)):
             reach = reach_of(nearest[count].number ^ number)
-            found = await send_find(asker, one, Want(KEY, Kind.VALUE, reach))
+            found = await send_find(asker, one, Want(KEY, LookupKind.VALUE, reach))
             assert told(found, found.findings[0]) == [contact.packed for contact in nearest[: count + 1]]
         for reach in (0, -1, -(2**63)):
-            found = await send_find(asker, one, Want(KEY, Kind.VALUE, reach))
+            found = await send_find(asker, one, Want(KEY, LookupKind.VALUE, reach))
             assert found == Found([], [found.findings[0]])
 
     in_world(work, 30)
@@ -137,7 +137,7 @@ def test_nobody_beyond_the_reach_is_told():
 
 def test_peers_are_listed_once_for_all_keys_of_a_find():
     async def work(swarm, *peers):
-        wants = [Want(random.Random(at).randbytes(20), Kind.PEERS) for at in range(MAX_WANTS)]
+        wants = [Want(random.Random(at).randbytes(20), LookupKind.PEERS) for at in range(MAX_WANTS)]
         found = await send_find(peers[1], peers[0], *wants)
         assert len(found.contacts) == len(set(found.contacts)) <= 40
         for want, finding in zip(wants, found.findings, strict=True):
@@ -154,13 +154,15 @@ def test_each_kind_of_look_up_gets_what_it_is_for():
         one, asker = peers[:2]
         assert keep_at(one, "name", "x", subkey=3) is Verdict.STORED
         assert keep_at(one, "name", "y", subkey="text") is Verdict.STORED
-        kinds = {kind: (await send_find(asker, one, Want(KEY, kind))).findings[0] for kind in (*Kind, 99, -1)}
+        kinds = {
+            kind: (await send_find(asker, one, Want(KEY, kind))).findings[0] for kind in (*LookupKind, 99, -1)
+        }
         assert [kinds[kind].state for kind in kinds] == [State.NOTHING] + 5 * [State.HERE]
-        assert len(kinds[Kind.VALUE].slots) == len(kinds[Kind.LATEST].slots) == 2
-        assert not kinds[Kind.VALUE].near
-        assert kinds[Kind.LATEST].near
-        assert kinds[Kind.COORDINATES].coordinates == pack_coordinates([3])
-        assert not kinds[Kind.COORDINATES].slots
+        assert len(kinds[LookupKind.VALUE].slots) == len(kinds[LookupKind.LATEST].slots) == 2
+        assert not kinds[LookupKind.VALUE].near
+        assert kinds[LookupKind.LATEST].near
+        assert kinds[LookupKind.COORDINATES].coordinates == pack_coordinates([3])
+        assert not kinds[LookupKind.COORDINATES].slots
 
     in_world(work, 5)
 

@@ -8,7 +8,7 @@ import pytest
 from dht.worlds import Liar, identity_of, in_world
 from shoal.core import DeadlineExceeded, Peer, PeerRefused, ProtocolError
 from shoal.dht.records import Slot, key_of
-from shoal.dht.wire import Finding, Found, Kind, Pong, State, Want
+from shoal.dht.wire import Finding, Found, LookupKind, Pong, State, Want
 from shoal.transport import Reply
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.faults import FaultScript, Skew
@@ -169,7 +169,7 @@ def test_silence_is_a_failure_and_told_to_the_table():
         contact = one.protocol.book.of(two.peer)
         await swarm.kill("p1")
         with pytest.raises(DeadlineExceeded):
-            await one.protocol.call_find(contact, [Want(bytes(20), Kind.PEERS)])
+            await one.protocol.call_find(contact, [Want(bytes(20), LookupKind.PEERS)])
         assert one.protocol.is_backed_off(contact)
         assert one.counts.num_failed == 1
         assert len(one.table) == 0

@@ -17,7 +17,7 @@ from shoal.dht.wire import (
     REACH_SHIFT,
     Finding,
     Found,
-    Kind,
+    LookupKind,
     State,
     pack_coordinates,
 )
@@ -140,7 +140,7 @@ def test_it_goes_from_peer_to_peer_to_the_nearest():
     peers = Peers(line)
     peers.told = {teller: [nearer] for teller, nearer in itertools.pairwise(line)}
     peers.told[line[-1]] = []
-    lookup = Lookup(KEY, Kind.PEERS, 3)
+    lookup = Lookup(KEY, LookupKind.PEERS, 3)
     peers.search(lookup, seeds=line[:1])
     assert near_of(lookup, 3) == line[:-4:-1]
     assert lookup.hops == len(line)
@@ -149,7 +149,7 @@ def test_it_goes_from_peer_to_peer_to_the_nearest():
 
 def test_it_ends_when_enough_of_the_nearest_have_answered():
     peers = Peers(contacts_at(*range(1, 41)))
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup)
     assert lookup.is_done
     assert not lookup.replicas
@@ -158,7 +158,7 @@ def test_it_ends_when_enough_of_the_nearest_have_answered():
 
 def test_it_asks_several_at_once_but_never_more():
     peers = Peers(contacts_at(*range(1, 41)))
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     lookup.first_parallel = 3
     peers.search(lookup, parallel=3)
     times = [time_s for time_s, _, _ in peers.asked]
@@ -170,7 +170,7 @@ def test_the_first_value_ends_it():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.hold(peers.contacts[2], "third")
     peers.hold(peers.contacts[5], "sixth")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup, parallel=1)
     assert values_of(lookup) == ["third"]
     assert len(peers.asked) == 3
@@ -181,7 +181,7 @@ def test_the_latest_is_looked_for_at_all_that_count():
     peers = Peers(contacts_at(*range(1, 41)))
     for at in (1, 4, 6, 20):
         peers.hold(peers.contacts[at], f"value {at}")
-    lookup = Lookup(KEY, Kind.LATEST, 8)
+    lookup = Lookup(KEY, LookupKind.LATEST, 8)
     peers.search(lookup)
     assert sorted(values_of(lookup)) == ["value 1", "value 4", "value 6"]
 
@@ -190,14 +190,14 @@ def test_what_is_not_believed_is_no_value():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.hold(peers.contacts[0], "a lie")
     peers.hold(peers.contacts[3], "true")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup)
     assert values_of(lookup) == ["true"]
 
 
 def test_nobody_is_told_of_whom_it_has_no_use_for():
     peers = Peers(contacts_at(*range(1, 41)))
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup)
     reaches = [want.reach for _, _, wants in peers.asked for want in wants]
     tenth = (peers.contacts[9].number ^ lookup.number) >> REACH_SHIFT
@@ -207,7 +207,7 @@ def test_nobody_is_told_of_whom_it_has_no_use_for():
 
 def test_nothing_to_begin_with_ends_at_once():
     peers = Peers([])
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     assert peers.search(lookup) == 0.0
     assert lookup.is_done
 
@@ -219,7 +219,7 @@ def test_a_slow_peer_is_not_waited_for():
     peers = Peers(contacts_at(*range(1, 21)))
     peers.dead = peers.contacts[:2]
     peers.hold(peers.contacts[4], "here")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     assert peers.search(lookup) < 3 * SLOW_S
     assert values_of(lookup) == ["here"]
     assert peers.checked == peers.dead
@@ -229,7 +229,7 @@ def test_a_slow_peers_answer_counts_when_it_comes():
     peers = Peers(contacts_at(1, 2, 3))
     peers.delays_s[peers.contacts[0]] = 1.5
     peers.hold(peers.contacts[0], "late")
-    lookup = Lookup(KEY, Kind.VALUE, 3)
+    lookup = Lookup(KEY, LookupKind.VALUE, 3)
     assert peers.search(lookup) == pytest.approx(1.5)
     assert values_of(lookup) == ["late"]
 
@@ -237,7 +237,7 @@ def test_a_slow_peers_answer_counts_when_it_comes():
 def test_enough_that_answer_are_enough_though_some_are_slow():
     peers = Peers(contacts_at(*range(1, 21)))
     peers.dead = peers.contacts[1:4]
-    lookup = Lookup(KEY, Kind.PEERS, 8)
+    lookup = Lookup(KEY, LookupKind.PEERS, 8)
     assert peers.search(lookup) < DEAD_S
     assert [contact for contact in near_of(lookup, 11) if not lookup.is_slow(contact)] == [
         peers.contacts[0],
@@ -248,7 +248,7 @@ def test_enough_that_answer_are_enough_though_some_are_slow():
 def test_those_that_fail_are_gone_and_others_take_their_places():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.dead = peers.contacts[:3]
-    lookup = Lookup(KEY, Kind.PEERS, 8)
+    lookup = Lookup(KEY, LookupKind.PEERS, 8)
     assert DEAD_S <= peers.search(lookup) < DEAD_S + 3 * SLOW_S
     assert near_of(lookup, 8) == peers.contacts[3:]
     assert all(peers.num_asked(contact) == 1 for contact in peers.contacts)
@@ -257,7 +257,7 @@ def test_those_that_fail_are_gone_and_others_take_their_places():
 def test_who_is_backed_off_is_not_asked():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.backed_off = peers.contacts[:4]
-    lookup = Lookup(KEY, Kind.PEERS, 8)
+    lookup = Lookup(KEY, LookupKind.PEERS, 8)
     peers.search(lookup)
     assert near_of(lookup, 8) == peers.contacts[4:]
     assert not any(peers.num_asked(contact) for contact in peers.backed_off)
@@ -266,7 +266,7 @@ def test_who_is_backed_off_is_not_asked():
 def test_it_ends_with_its_time():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.dead = peers.contacts
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     assert peers.search(lookup, timeout_s=1.0) == pytest.approx(1.0)
     assert not lookup.is_done
 
@@ -281,7 +281,7 @@ def test_who_was_asked_for_peers_nearer_than_invented_ones_is_asked_again():
     peers.told = {liars[0]: invented[:8], liars[1]: invented[8:]}
     peers.dead = invented
     peers.hold(holder, "here")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     took_s = peers.search(lookup, seeds=[*liars, *honest], parallel=1)
     assert values_of(lookup) == ["here"]
     assert took_s < 30.0
@@ -295,7 +295,7 @@ def test_many_liars_cannot_push_honest_peers_out():
         peers.told[liar] = contacts_at(*range(1 + 20 * index, 9 + 20 * index))
         peers.dead += peers.told[liar]
     peers.hold(honest[1], "here")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     lookup.first_parallel = 6
     peers.search(lookup, parallel=6)
     assert values_of(lookup) == ["here"]
@@ -312,7 +312,7 @@ def test_one_answer_names_no_more_peers_than_an_honest_one():
         return Found(many if contact == liar else [], [Finding(State.NOTHING, near) for _ in wants])
 
     peers.call_find = call_find
-    lookup = Lookup(KEY, Kind.PEERS, 3)
+    lookup = Lookup(KEY, LookupKind.PEERS, 3)
     peers.search(lookup)
     assert len(lookup.near) == 2 + MAX_CONTACTS
 
@@ -324,7 +324,7 @@ def test_indexes_beyond_the_list_name_nobody():
         return Found(peers.contacts[:1], [Finding(77, bytes((0, 1, 200, 255))) for _ in wants])
 
     peers.call_find = call_find
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup)
     assert lookup.is_done
     assert near_of(lookup, 8) == peers.contacts
@@ -333,7 +333,7 @@ def test_indexes_beyond_the_list_name_nobody():
 def test_a_peer_named_with_a_wrong_address_does_not_stand_for_itself():
     right, wrong = made_contact(3, "10.0.0.1"), made_contact(3, "10.6.6.6")
     for contacts in ([right, wrong], [wrong, right]):
-        lookup = Lookup(KEY, Kind.PEERS, 8)
+        lookup = Lookup(KEY, LookupKind.PEERS, 8)
         lookup.begin(contacts)
         for contact in contacts:
             lookup.on_asked(contact)
@@ -350,7 +350,7 @@ def test_others_are_asked_before_it_ends_with_nothing_where_somebody_may_have_li
     peers.dead = invented
     peers.rest = [witness]
     peers.hold(holder, "here")
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup, seeds=liars)
     assert values_of(lookup) == ["here"]
     assert peers.num_witnesses == 1
@@ -364,7 +364,7 @@ def test_others_are_asked_until_somebody_answers():
     peers.hold(there[0], "here")
     left = iter([gone[10:15], gone[15:20], there])
     peers.witnesses = lambda number: next(left)
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     assert peers.search(lookup, seeds=gone[:10]) < 4 * DEAD_S
     assert values_of(lookup) == ["here"]
 
@@ -373,7 +373,7 @@ def test_it_ends_where_nobody_is_left():
     peers = Peers(contacts_at(*range(1, 9)))
     peers.dead = peers.contacts
     peers.rest = peers.contacts[:2]
-    lookup = Lookup(KEY, Kind.VALUE, 8)
+    lookup = Lookup(KEY, LookupKind.VALUE, 8)
     peers.search(lookup)
     assert lookup.is_done
     assert not lookup.answered()
@@ -382,7 +382,7 @@ def test_it_ends_where_nobody_is_left():
 def test_nobody_else_is_asked_where_all_answer():
     peers = Peers(contacts_at(*range(1, 41)))
     peers.rest = peers.contacts[-1:]
-    peers.search(Lookup(KEY, Kind.VALUE, 8))
+    peers.search(Lookup(KEY, LookupKind.VALUE, 8))
     assert peers.num_witnesses == 0
 
 
@@ -396,7 +396,7 @@ def drawn_keys(num):
 
 def test_keys_that_go_to_the_same_peer_share_its_requests():
     peers = Peers(contacts_at(1, 2, 3))
-    lookups = [Lookup(key, Kind.VALUE, 3) for key in drawn_keys(100)]
+    lookups = [Lookup(key, LookupKind.VALUE, 3) for key in drawn_keys(100)]
     for lookup in lookups:
         for contact in peers.contacts:
             peers.hold(contact, lookup.key.hex(), lookup.key)
@@ -415,10 +415,10 @@ def test_a_batch_finds_what_each_key_alone_finds():
     for index, key in enumerate(keys[:60]):
         for contact in by_distance(contacts, int.from_bytes(key))[:5]:
             peers.hold(contact, str(index), key)
-    together = [Lookup(key, Kind.LATEST, 8) for key in keys]
+    together = [Lookup(key, LookupKind.LATEST, 8) for key in keys]
     peers.search(*together)
     for index, lookup in enumerate(together):
-        alone = Lookup(lookup.key, Kind.LATEST, 8)
+        alone = Lookup(lookup.key, LookupKind.LATEST, 8)
         peers.search(alone)
         assert (
             sorted(values_of(lookup)) == sorted(values_of(alone)) == [str(index)] * (5 if index < 60 else 0)
@@ -430,7 +430,7 @@ def test_one_dead_peer_does_not_hold_up_a_batch():
     contacts = [made_contact(random.Random(2).getrandbits(160) ^ at << 150) for at in range(40)]
     peers = Peers(contacts)
     peers.dead = contacts[::5]
-    lookups = [Lookup(key, Kind.VALUE, 8) for key in drawn_keys(50)]
+    lookups = [Lookup(key, LookupKind.VALUE, 8) for key in drawn_keys(50)]
     for lookup in lookups:
         live = [contact for contact in by_distance(contacts, lookup.number) if contact not in peers.dead]
         peers.hold(live[2], "here", lookup.key)
@@ -454,7 +454,7 @@ def test_what_is_too_large_is_asked_for_alone():
     for key in keys:
         peers.hold(contact, "small", key)
     peers.held[contact, large] = answer
-    lookups = [Lookup(key, Kind.VALUE, 1) for key in keys]
+    lookups = [Lookup(key, LookupKind.VALUE, 1) for key in keys]
     peers.search(*lookups)
     assert [values_of(lookup) for lookup in lookups] == [
         ["large"] if key == large else ["small"] for key in keys
@@ -467,7 +467,7 @@ def test_who_always_says_too_large_is_asked_twice():
     liar, holder = peers.contacts
     peers.held[liar, KEY] = Finding(State.TOO_LARGE, b"")
     peers.hold(holder, "here")
-    lookup = Lookup(KEY, Kind.VALUE, 2)
+    lookup = Lookup(KEY, LookupKind.VALUE, 2)
     peers.search(lookup, parallel=1)
     assert values_of(lookup) == ["here"]
     assert peers.num_asked(liar) == 2
@@ -484,7 +484,7 @@ def absent(peers, *contacts):
 def test_markers_at_the_three_nearest_end_it():
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:3])
-    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 8)
     peers.search(lookup, parallel=1)
     assert lookup.is_done
     assert lookup.has_marker
@@ -496,7 +496,7 @@ def test_one_of_them_that_was_told_of_something_overrides_the_others(at):
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:3])
     peers.held[peers.contacts[at], KEY] = Finding(State.HERE, b"", [], pack_coordinates([7]))
-    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 8)
     peers.search(lookup)
     assert lookup.coordinates == [7]
     assert not lookup.has_marker
@@ -507,7 +507,7 @@ def test_markers_elsewhere_hide_nothing():
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:2], *peers.contacts[3:])
     peers.held[peers.contacts[2], KEY] = Finding(State.HERE, b"", [], pack_coordinates([7]))
-    lookup = Lookup(KEY, Kind.COORDINATES, 8)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 8)
     peers.search(lookup, seeds=peers.contacts[5:])
     assert lookup.coordinates == [7]
 
@@ -516,7 +516,7 @@ def test_no_marker_hides_a_value():
     peers = Peers(contacts_at(*range(1, 21)))
     absent(peers, *peers.contacts[:7])
     peers.hold(peers.contacts[7], "here")
-    for kind in (Kind.VALUE, Kind.LATEST):
+    for kind in (LookupKind.VALUE, LookupKind.LATEST):
         lookup = Lookup(KEY, kind, 8)
         peers.search(lookup)
         assert values_of(lookup) == ["here"]
@@ -529,7 +529,7 @@ def test_those_of_the_first_that_has_any_are_taken():
     coordinates = list(range(0, 5_000_000, 1000))
     peers = Peers(contacts_at(1, 2, 3, 4))
     peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates(coordinates))
-    lookup = Lookup(KEY, Kind.COORDINATES, 4)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 4)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == coordinates
     assert peers.num_asked(peers.contacts[1]) == 1
@@ -544,7 +544,7 @@ def test_what_are_no_coordinates_counts_as_no_answer(packed):
     peers = Peers(contacts_at(1, 2, 3))
     peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed)
     peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates([1, 2]))
-    lookup = Lookup(KEY, Kind.COORDINATES, 3)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 3)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == [1, 2]
 
@@ -554,6 +554,6 @@ def test_an_empty_list_hides_nothing(packed):
     peers = Peers(contacts_at(1, 2, 3))
     peers.held[peers.contacts[0], KEY] = Finding(State.HERE, b"", [], packed)
     peers.held[peers.contacts[1], KEY] = Finding(State.HERE, b"", [], pack_coordinates([1, 2]))
-    lookup = Lookup(KEY, Kind.COORDINATES, 3)
+    lookup = Lookup(KEY, LookupKind.COORDINATES, 3)
     peers.search(lookup, parallel=1)
     assert lookup.coordinates == [1, 2]

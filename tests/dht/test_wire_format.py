@@ -33,7 +33,7 @@ from shoal.dht.wire import (
     Finding,
     Found,
     Item,
-    Kind,
+    LookupKind,
     Ping,
     Pong,
     State,
@@ -52,7 +52,7 @@ SLOT = Slot(b"\x07", b"\xa3abc", 1_700_000_000.5)
 MESSAGES = {
     "ping": Ping(4000),
     "pong": Pong(KEY, "10.0.0.7:4000", 1_700_000_000.25),
-    "find": Find(4000, [Want(KEY), Want(KEY, Kind.COORDINATES, 77)]),
+    "find": Find(4000, [Want(KEY), Want(KEY, LookupKind.COORDINATES, 77)]),
     "found": Found(
         [b"contact"],
         [

@@ -20,7 +20,7 @@ from shoal.dht.wire import (
     Finding,
     Found,
     Item,
-    Kind,
+    LookupKind,
     Ping,
     Pong,
     State,
@@ -179,11 +179,11 @@ class Liar:
         return _reply(Found(contacts, findings))
 
     def _finding(self, want, near):
-        if want.kind == Kind.PEERS or (self.values is None and not self.is_absent):
+        if want.kind == LookupKind.PEERS or (self.values is None and not self.is_absent):
             return Finding(State.NOTHING, near)
         if self.is_absent:
             return Finding(State.ABSENT, near)
-        if want.kind == Kind.COORDINATES:
+        if want.kind == LookupKind.COORDINATES:
             return Finding(State.HERE, near, [], pack_coordinates([6, 66, 666]))
         expires_at_s = self.endpoint.network.clock.wall_s() + 6 * 86_400
         lie = encode_value("a lie")

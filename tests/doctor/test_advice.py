@@ -6,12 +6,12 @@ import pytest
 from shoal.core import Address
 from shoal.doctor.advice import ROWS, check_dial_back, check_interface, check_out, explain, summarize
 from shoal.doctor.joining import CallResult, CloserLook, JoinFacts, ShownCertificate, any_host, date, duration
-from shoal.transport.introductions import About, Attempt
+from shoal.transport.introductions import Attempt, Introduction
 from shoal.transport.network.sockets import is_wildcard
 from shoal.transport.trust.membership import is_loopback
 
 TARGET = Address("198.51.100.7", 31337)
-ABOUT = About("0.1.0", 1, "ab" * 20, 0.0, "203.0.113.9:4000")
+ABOUT = Introduction("0.1.0", 1, "ab" * 20, 0.0, "203.0.113.9:4000")
 OK = CallResult("ok", "", ABOUT, 0.02)
 FACTS = JoinFacts(
     TARGET,

@@ -126,7 +126,9 @@ class FakeClient:
         await self._fault(uid, "backward-", forwarded.peer)
         schema = self.schemas[uid]
         with torch.enable_grad():
-            given = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+            # on the CPU from the start: torch's thread for the GPU is the one that waits for this answer
+            given = [tensor.detach().cpu().clone() for tensor in inputs]
+            given = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in given]
             outputs = _run(self.modules[uid], schema, given)
             torch.autograd.backward(outputs, [gradient.cpu() for gradient in grad_outputs])
         if self.faults.get(uid) == "backward-nan":

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import NotComparable, UsageError
-from shoal.report import Code, Report, Row, Verdict, compare
+from shoal.report import Code, Report, Row, RowVerdict, compare
 from shoal.report.diff import JUDGED, check_gate, holm, judge, parse_limit, starts_needed
 
 
@@ -107,13 +107,13 @@ def test_the_document_is_plain_json_with_every_row():
     old = report(row({"size": 1}), row({"size": 2}), row({"size": 3}))
     new = report(row({"size": 1}), row({"size": 2}, error="lost"))
     document = msgspec.json.decode(msgspec.json.encode(compare(old, new).document()))
-    assert [entry["verdict"] for entry in document["rows"]] == [Verdict.NO_DIFFERENCE, Verdict.FAILED]
+    assert [entry["verdict"] for entry in document["rows"]] == [RowVerdict.NO_DIFFERENCE, RowVerdict.FAILED]
     assert document["rows"][1]["errors"] == [None, "lost"]
     assert document["only_baseline"] == [{"key": {"size": 3}, "metric": "m"}]
     assert document["result"]["failed"] == 1
 
 
-DIFFERENT = (Verdict.BETTER, Verdict.WORSE)
+DIFFERENT = (RowVerdict.BETTER, RowVerdict.WORSE)
 
 
 def row_judge(medians, direction="lower", error=None):
@@ -136,8 +136,8 @@ def test_equal_reports_are_called_different_in_at_most_one_of_twenty_pairs(make_
 def test_a_slowdown_of_a_tenth_is_found_in_at_least_eighteen_of_twenty_pairs(make_report, seed):
     rng = random.Random(seed)
     pairs = [compare(make_report(rng), make_report(rng, median=0.11)) for _ in range(20)]
-    assert sum(pair.count(Verdict.WORSE) for pair in pairs) >= 18
-    assert sum(pair.count(Verdict.BETTER) for pair in pairs) == 0
+    assert sum(pair.count(RowVerdict.WORSE) for pair in pairs) >= 18
+    assert sum(pair.count(RowVerdict.BETTER) for pair in pairs) == 0
 
 
 @pytest.mark.parametrize("num_starts", [5, 20])
@@ -153,20 +153,20 @@ def test_iterations_do_not_count_as_repeats(make_report):
     """Thousands of samples from two starts are still two observations."""
     old = make_report(random.Random(0), num_starts=2, num_samples=2000)
     new = make_report(random.Random(1), num_starts=2, num_samples=2000, median=0.2)
-    assert compare(old, new).rows[0].verdict is Verdict.TOO_FEW
+    assert compare(old, new).rows[0].verdict is RowVerdict.TOO_FEW
 
 
 def test_a_report_does_not_differ_from_itself(make_report):
     report = make_report(num_rows=4)
     for pair in compare(report, report).rows:
-        assert pair.verdict is Verdict.NO_DIFFERENCE
+        assert pair.verdict is RowVerdict.NO_DIFFERENCE
         assert pair.judgement.change_percent == 0
         assert pair.judgement.p_value == 1
         assert pair.judgement.low_percent < 0 < pair.judgement.high_percent
 
 
 @pytest.mark.parametrize(
-    ("direction", "verdict", "sign"), [("lower", Verdict.WORSE, -1), ("higher", Verdict.BETTER, 1)]
+    ("direction", "verdict", "sign"), [("lower", RowVerdict.WORSE, -1), ("higher", RowVerdict.BETTER, 1)]
 )
 def test_direction_decides_what_growth_means(direction, verdict, sign):
     judgement = one([1.0, 1.01, 0.99, 1.0, 1.02], [2.0, 2.01, 1.99, 2.0, 2.02], direction)
@@ -179,19 +179,19 @@ def test_welch_agrees_with_a_worked_example():
     """Logarithms 0, 1, 2, 3, 4 and 2, 4, 6, 8, 10: t = 4 / sqrt(2.5), 5.882 degrees of freedom, p = 0.046."""
     judgement = one([2.718281828459045**i for i in range(5)], [2.718281828459045**i for i in range(2, 11, 2)])
     assert judgement.p_value == pytest.approx(0.0457, abs=3e-4)
-    assert judgement.verdict is Verdict.NO_DIFFERENCE
+    assert judgement.verdict is RowVerdict.NO_DIFFERENCE
 
 
 @pytest.mark.parametrize(
     ("old", "new", "verdict", "change"),
     [
-        ([0.1] * 5, [0.1] * 5, Verdict.NO_DIFFERENCE, 0),
-        ([100.0] * 5, [101.0] * 5, Verdict.WORSE, -1),
-        ([100.0] * 5, [50.0, 51.0, 50.0, 49.0, 50.0], Verdict.BETTER, 50),
-        ([0.0] * 5, [0.0] * 5, Verdict.NO_DIFFERENCE, 0),
-        ([0.0] * 5, [1.0] * 5, Verdict.WORSE, None),
-        ([-10.0, -10.1, -9.9, -10.0, -10.0], [-5.0, -5.1, -4.9, -5.0, -5.0], Verdict.WORSE, -50),
-        ([0.0, 1.0, 2.0, 1.0, 0.0], [1.0, 0.0, 1.0, 2.0, 0.0], Verdict.NO_DIFFERENCE, 0),
+        ([0.1] * 5, [0.1] * 5, RowVerdict.NO_DIFFERENCE, 0),
+        ([100.0] * 5, [101.0] * 5, RowVerdict.WORSE, -1),
+        ([100.0] * 5, [50.0, 51.0, 50.0, 49.0, 50.0], RowVerdict.BETTER, 50),
+        ([0.0] * 5, [0.0] * 5, RowVerdict.NO_DIFFERENCE, 0),
+        ([0.0] * 5, [1.0] * 5, RowVerdict.WORSE, None),
+        ([-10.0, -10.1, -9.9, -10.0, -10.0], [-5.0, -5.1, -4.9, -5.0, -5.0], RowVerdict.WORSE, -50),
+        ([0.0, 1.0, 2.0, 1.0, 0.0], [1.0, 0.0, 1.0, 2.0, 0.0], RowVerdict.NO_DIFFERENCE, 0),
     ],
 )
 def test_constant_zero_and_negative_medians(old, new, verdict, change):
@@ -205,14 +205,14 @@ def test_failures_are_verdicts():
     verdicts = [
         judgement.verdict for judgement in judge([(good, bad), (bad, good), (bad, bad), (good, good)])
     ]
-    assert verdicts == [Verdict.FAILED, Verdict.FIXED, Verdict.FAILED_BOTH, Verdict.NO_DIFFERENCE]
+    assert verdicts == [RowVerdict.FAILED, RowVerdict.FIXED, RowVerdict.FAILED_BOTH, RowVerdict.NO_DIFFERENCE]
 
 
 @pytest.mark.parametrize(("few", "many"), [(4, 20), (20, 4), (1, 1)])
 def test_fewer_than_five_starts_on_a_side_say_how_many_are_needed(few, many):
     rng = random.Random(0)
     judgement = one(*([rng.lognormvariate(0, 0.05) for _ in range(n)] for n in (few, many)))
-    assert judgement.verdict is Verdict.TOO_FEW
+    assert judgement.verdict is RowVerdict.TOO_FEW
     assert judgement.starts_needed >= 5
     assert judgement.p_value is None
 
@@ -224,7 +224,7 @@ def test_the_number_of_starts_that_is_asked_for_suffices():
         return [median * rng.lognormvariate(0, 0.05) for _ in range(count)]
 
     needed = starts_needed(medians(500), medians(500), effect_percent=5)
-    found = sum(one(medians(needed), medians(needed, 1.05)).verdict is Verdict.WORSE for _ in range(100))
+    found = sum(one(medians(needed), medians(needed, 1.05)).verdict is RowVerdict.WORSE for _ in range(100))
     assert 80 <= found <= 98
 
 
@@ -273,8 +273,8 @@ def test_starts_that_took_turns_are_judged_in_pairs():
     pair = [(row_judge(drifting(1.0)), row_judge(drifting(1.1)))]
     (apart,) = judge(pair)
     (beside,) = judge(pair, took_turns=True)
-    assert apart.verdict is Verdict.NO_DIFFERENCE
-    assert beside.verdict is Verdict.WORSE
+    assert apart.verdict is RowVerdict.NO_DIFFERENCE
+    assert beside.verdict is RowVerdict.WORSE
     assert beside.change_percent == pytest.approx(apart.change_percent)
     assert beside.low_percent < -10 < beside.high_percent < 0
 
@@ -286,7 +286,7 @@ def test_equal_starts_that_took_turns_are_not_told_apart_more_often_than_allowed
         drifts = [generator.gauss(0, 0.3) for _ in range(6)]
         old, new = ([math.exp(drift + generator.gauss(0, 0.05)) for drift in drifts] for _ in range(2))
         (judgement,) = judge([(row_judge(old), row_judge(new))], alpha=0.05, took_turns=True)
-        num_different += judgement.verdict is not Verdict.NO_DIFFERENCE
+        num_different += judgement.verdict is not RowVerdict.NO_DIFFERENCE
     assert num_different <= 34
 
 
@@ -310,7 +310,7 @@ def test_the_number_of_starts_that_is_asked_for_suffices_among_many_rows():
     equal = [(row_judge([1.0] * 5), row_judge([1.0] * 5))] * (num_rows - 1)
     num_tries = 150
     found = [judge([(medians(), medians(1.1)), *equal])[0].verdict for _ in range(num_tries)]
-    num_found = found.count(Verdict.WORSE)
+    num_found = found.count(RowVerdict.WORSE)
     assert 0.82 <= num_found / num_tries <= 0.97
 
 

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from shoal.core import ShoalError, UsageError
-from shoal.simulate.contest import Errand, run_job, run_task
-from shoal.simulate.job import CourseRecord, Job
+from shoal.simulate.contest import Trial, run_job, run_task
+from shoal.simulate.job import CourseRecord, TrainingJob
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript, Profile
 from shoal.transport.network.distributions import Exponential
@@ -15,7 +15,9 @@ FAR = Profile.parse("[ways.default]\ndelay_ms = 7")
 
 def job(strategy="neighbor", **fields):
     sizes = {"num_workers": 4, "steps": 20, "eval_every": 5, "learning_rate": 0.5, "momentum": 0.0}
-    return Job(**{"task": "quadratic", "strategy": strategy, "split": "dirichlet:1", **sizes, **fields})
+    return TrainingJob(
+        **{"task": "quadratic", "strategy": strategy, "split": "dirichlet:1", **sizes, **fields}
+    )
 
 
 def world(**fields):
@@ -139,10 +141,10 @@ def test_a_stacked_strategy_that_does_not_fit_is_a_record_too():
 
 
 def test_a_task_of_the_pool_goes_by_plain_values():
-    errand = Errand(job=job(), world=world(compute=Compute(factors={1: 2.0})))
-    plain = msgspec.json.decode(msgspec.json.encode(errand.plain()))
+    trial = Trial(job=job(), world=world(compute=Compute(factors={1: 2.0})))
+    plain = msgspec.json.decode(msgspec.json.encode(trial.plain()))
     told = msgspec.json.decode(msgspec.json.encode(run_task(plain, print)))
-    assert CourseRecord.read(told) == run_job(errand.job, errand.world)
+    assert CourseRecord.read(told) == run_job(trial.job, trial.world)
 
 
 def test_a_world_of_another_size_is_refused():

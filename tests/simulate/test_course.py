@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from shoal.simulate.contest import course_of, states_of
-from shoal.simulate.job import CourseRecord, Job, ModelSnapshot, Moment, WorkerLog
+from shoal.simulate.job import CourseRecord, ModelSnapshot, Moment, TrainingJob, WorkerLog
 from shoal.simulate.tasks import make_task
 
-JOB = Job(task="quadratic", strategy="pair", num_workers=2, steps=20, eval_every=10)
+JOB = TrainingJob(task="quadratic", strategy="pair", num_workers=2, steps=20, eval_every=10)
 
 
 def log(rank, times, *, points=None, every=10, **fields):

@@ -8,7 +8,7 @@ import pytest
 from shoal.core import UsageError
 from shoal.simulate.contest import run_job
 from shoal.simulate.exact import run_exact
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.world import World
 from shoal.strategies import BUILT_IN
 from shoal.transport import FaultScript
@@ -76,7 +76,7 @@ def test_a_world_that_is_asked_to_be_elastic_survives_a_kill_and_others_do_not()
     job = {"task": "quadratic", "strategy": "all-reduce", "num_workers": 4, "steps": 40, "eval_every": 10}
     faults = FaultScript.parse(KILL)
     for elastic in (False, True):
-        record = run_job(Job(**job), World(num_workers=4, faults=faults, elastic=elastic))
+        record = run_job(TrainingJob(**job), World(num_workers=4, faults=faults, elastic=elastic))
         assert record.has_ended_early is not elastic
 
 
@@ -204,7 +204,7 @@ def test_who_comes_later_lists_what_was_lost_before():
 
 def job_of(strategy="all-reduce", **changes):
     given = {"task": "quadratic", "num_workers": 4, "num_joining": 1, "steps": 60, "eval_every": 10}
-    return Job(**{**given, "strategy": strategy, **changes})
+    return TrainingJob(**{**given, "strategy": strategy, **changes})
 
 
 def test_a_contest_under_churn():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.simulate.contest import run_workers
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.stacked.executor import RULES, run_stacked
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import Compute, World
@@ -21,7 +21,7 @@ WORLD = World(
     num_workers=NUM_WORKERS, compute=Compute(step_ms=Exponential(10), factors={3: 4.0}), patience=1.0, seed=5
 )
 """One worker is four times as slow as the others."""
-JOB = Job(
+JOB = TrainingJob(
     task="quadratic",
     strategy="neighbor",
     num_workers=NUM_WORKERS,

@@ -17,7 +17,7 @@ from torch import nn
 
 from recorded import check_recorded, recorded
 from shoal.simulate.contest import course_of, run_workers
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.stacked.executor import RULES, run_stacked
 from shoal.simulate.tasks import TASKS, Score, TrainingTask
 from shoal.simulate.world import Compute, World
@@ -131,7 +131,7 @@ def has_servers(case):
 
 
 def job_of(case):
-    return Job(
+    return TrainingJob(
         task=Goals.name,
         strategy=case.split(",")[0],
         options=CASES[case],

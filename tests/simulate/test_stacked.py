@@ -9,14 +9,14 @@ import torch
 
 from shoal.core import UsageError
 from shoal.simulate.exact import beginner
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.stacked.executor import StackedRun, run_stacked
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
 from shoal.topology import make_topology, spectral_gap
 from shoal.transport import FaultScript, Profile
 
-JOB = Job(task="quadratic", strategy="neighbor", num_workers=8, steps=4, eval_every=2, momentum=0.9)
+JOB = TrainingJob(task="quadratic", strategy="neighbor", num_workers=8, steps=4, eval_every=2, momentum=0.9)
 WORLD = World(num_workers=8)
 
 

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 from torch.optim import SGD
 
 from shoal.core import UsageError
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.task_facts import FACTS
 from shoal.simulate.tasks import TASKS, make_task
 
@@ -15,7 +15,7 @@ HERE = ("quadratic", "digits", "text")
 
 def task_of(name, **changes):
     sizes = {"num_workers": 4, "steps": 10, "eval_every": 5, "batch_size": 8, **changes}
-    return make_task(Job(task=name, strategy="all-reduce", **sizes))
+    return make_task(TrainingJob(task=name, strategy="all-reduce", **sizes))
 
 
 def taken(task, rank, count=2):

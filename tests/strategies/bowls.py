@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from shoal.simulate.exact import run_exact
-from shoal.simulate.world import World
 from shoal.strategies import make_strategy
+from shoal.testing import run_workers as everywhere
 
 DIM = 3
 RATE = 0.4
@@ -65,15 +64,6 @@ def after_a_step(strategy):
     with strategy.attach(model, optimizer, stays=True):
         step(model, optimizer, Bowls(4), strategy.group.rank)
     return model, optimizer, strategy.state_dict()
-
-
-def everywhere(work, size):
-    """What `work(group)` gives on each worker; the first error is raised."""
-    outcomes = run_exact(World(num_workers=size), lambda worker: work(worker.group))
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 def course(name, size, num_steps, *, momentum=0.0, skips=(), resumes=(), **options):

@@ -13,11 +13,13 @@ from shoal.core import PeerLost, UsageError
 from shoal.group import Loss
 from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
+from shoal.strategies import all_strategies, load_class
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.ddp import TorchDDP
 from shoal.strategies.strategy import Strategy
 from strategies.fakes import Mirror
 
+MAX_LEVELS = 3
 X = torch.arange(12.0).view(4, 3) / 10
 
 
@@ -669,3 +671,10 @@ def test_nothing_keeps_the_model_alive():
     del model, optimizer
     gc.collect()
     assert is_there() is None
+
+
+@pytest.mark.parametrize("row", all_strategies(), ids=lambda row: row.name)
+def test_a_strategy_inherits_from_few(row):
+    bases = [base for base in load_class(row).__mro__[1:] if base is not object]
+    assert len(bases) <= MAX_LEVELS
+    assert bases[-1] is Strategy

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
-from shoal.group import Done, share
+from shoal.group import Done, share, torch_world
 from shoal.group.solo import SoloGroup
-from shoal.strategies import ddp
 from shoal.strategies.ddp import TorchDDP
 from strategies import loops
 
@@ -95,4 +94,4 @@ def test_nccl_where_each_worker_has_a_gpu_of_its_own(monkeypatch, gpus, backend)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
-    assert ddp._backend(group, torch.device("cuda", 0)) == backend
+    assert torch_world._backend(group, torch.device("cuda", 0)) == backend

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from shoal import models
-from shoal.strategies.all_reduce import flagged_bytes
 from shoal.tensors import BucketLayout, Flat
 from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Format
@@ -101,7 +100,7 @@ def test_padding_costs_what_the_page_says(name, make):
     plain_bytes = sum(parameter.nbytes for parameter in parameters)
     layouts = BucketLayout.plan(parameters, is_reversed=True)
     padded_bytes = sum(layout.size_bytes for layout in layouts)
-    flags_bytes = sum(map(flagged_bytes, layouts)) - padded_bytes
+    flags_bytes = sum(layout.with_flags().size_bytes for layout in layouts) - padded_bytes
     message_bytes = Format(codec_from_name("int8"), parameters).size_bytes
     num_values, num_padded = plain_bytes // 4, padded_bytes // 4
     unpadded_bytes = num_values + 4 * -(-num_values // 4096)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.core import Deadline, UsageError
 from shoal.core.loop import new_event_loop
-from shoal.transport.frames import HEADER, MAX_CHUNK_BYTES, Kind, Mode, encode, frame
+from shoal.transport.frames import HEADER, MAX_CHUNK_BYTES, FrameKind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Reply
 from transport.wire import FakeHost, chunk, fake_connection, feed, header, hello, message, request, turn
@@ -85,29 +85,31 @@ def body_for(sizes, is_inline):
 
 @st.composite
 def frames(draw):
-    kind = draw(st.sampled_from([*Kind, Kind.REQUEST, Kind.REQUEST, Kind.CHUNK, Kind.ITEM]))
+    kind = draw(
+        st.sampled_from([*FrameKind, FrameKind.REQUEST, FrameKind.REQUEST, FrameKind.CHUNK, FrameKind.ITEM])
+    )
     call_id = draw(IDS)
     sizes = draw(SIZES)
-    if kind is Kind.HELLO:
+    if kind is FrameKind.HELLO:
         return hello(draw(st.binary(max_size=25)), draw(st.integers(-5, 5)), draw(st.integers(-5, 5)))
-    if kind is Kind.REQUEST:
+    if kind is FrameKind.REQUEST:
         body = body_for(sizes, draw(st.booleans())) + draw(st.sampled_from([b"", b"", b"", b"?"]))
         mode, timeout_ms = (
             draw(st.sampled_from([0, 0, 1, 2, 3, -1])),
             draw(st.sampled_from([0, -1, 1, 2**62])),
         )
         return request(call_id, draw(METHODS), draw(PAYLOADS), sizes, body, mode, timeout_ms)
-    if kind in (Kind.REPLY, Kind.ITEM):
+    if kind in (FrameKind.REPLY, FrameKind.ITEM):
         return message(kind, call_id, draw(PAYLOADS), sizes, body_for(sizes, draw(st.booleans())))
-    if kind in (Kind.CHUNK, Kind.CHUNK_FROM_START):
+    if kind in (FrameKind.CHUNK, FrameKind.CHUNK_FROM_START):
         return chunk(call_id, bytes(draw(st.sampled_from([0, 1, 5, 1000, 40_000, 150_000]))), kind)
-    if kind is Kind.ERROR:
+    if kind is FrameKind.ERROR:
         return frame(kind, call_id, encode([draw(st.text(max_size=5)), "what", "", ""]))
-    if kind is Kind.GRANT:
+    if kind is FrameKind.GRANT:
         return frame(kind, call_id, encode([draw(st.booleans())]))
-    if kind is Kind.WINDOW:
+    if kind is FrameKind.WINDOW:
         return frame(kind, call_id, encode([draw(st.integers(-(2**63), 2**63))]))
-    if kind is Kind.GOODBYE:
+    if kind is FrameKind.GOODBYE:
         return frame(kind, 0, encode([draw(st.sampled_from(["leaving", "version", "?"])), "bye", call_id]))
     return frame(kind, call_id)
 
@@ -196,24 +198,27 @@ def test_heads_of_random_bytes(loop, kind, head, call_id, body_bytes, is_dialer)
 
 SURELY = {
     "second hello": hello(),
-    "item for nobody": message(Kind.ITEM, 5, sizes=[3], body=b"abc"),
-    "item for a call": request(1, "sit") + message(Kind.ITEM, 1),
-    "window and end for a call": request(1, "sit") + frame(Kind.WINDOW, 1, encode([5])) + frame(Kind.END, 1),
-    "grant for nobody": frame(Kind.GRANT, 5, encode([True])),
+    "item for nobody": message(FrameKind.ITEM, 5, sizes=[3], body=b"abc"),
+    "item for a call": request(1, "sit") + message(FrameKind.ITEM, 1),
+    "window and end for a call": request(1, "sit")
+    + frame(FrameKind.WINDOW, 1, encode([5]))
+    + frame(FrameKind.END, 1),
+    "grant for nobody": frame(FrameKind.GRANT, 5, encode([True])),
     "chunk for nobody": chunk(99, bytes(100_000)),
     "even id": request(2, "now"),
     "id again": request(1, "now") * 2,
     "10 GB": request(1, "echo", sizes=[10_000_000_000]) + chunk(1, bytes(1000)),
-    "10 GB body": header(Kind.REQUEST, 0, 1, 10_000_000_000),
-    "10 GB chunk": header(Kind.CHUNK, 0, 1, 10_000_000_000),
+    "10 GB body": header(FrameKind.REQUEST, 0, 1, 10_000_000_000),
+    "10 GB chunk": header(FrameKind.CHUNK, 0, 1, 10_000_000_000),
     "a million buffers": request(1, "echo", sizes=[0] * 1_000_000),
     "more than announced": request(1, "echo", sizes=[50_000]) + chunk(1, bytes(50_001)),
-    "again without being asked": request(1, "echo", sizes=[50_000]) + chunk(1, b"a", Kind.CHUNK_FROM_START),
+    "again without being asked": request(1, "echo", sizes=[50_000])
+    + chunk(1, b"a", FrameKind.CHUNK_FROM_START),
     "channel with buffers": request(1, "double", sizes=[3], body=b"abc", mode=2),
     "too much for the window": request(1, "double", mode=2)
-    + message(Kind.ITEM, 1, sizes=[59_000])
-    + message(Kind.ITEM, 1, sizes=[30_000]),
-    "goodbye, then more": frame(Kind.GOODBYE, 0, encode(["leaving", "bye", 0])) + request(1, "echo"),
+    + message(FrameKind.ITEM, 1, sizes=[59_000])
+    + message(FrameKind.ITEM, 1, sizes=[30_000]),
+    "goodbye, then more": frame(FrameKind.GOODBYE, 0, encode(["leaving", "bye", 0])) + request(1, "echo"),
     "largest chunk": chunk(1, bytes(MAX_CHUNK_BYTES)),
 }
 ENDS = {
@@ -251,10 +256,12 @@ def test_a_long_quarrel(loop, seed):
                         request(2 * number + 1, rng.choice(["echo", "sit", "now", "picky"]), None, sizes),
                         request(2 * number + 1, "double", mode=2),
                         chunk(rng.randint(0, 2 * number + 1), bytes(rng.choice([1, 5, 40_000]))),
-                        frame(Kind.CANCEL, rng.randint(0, 2 * number + 1)),
-                        message(Kind.ITEM, rng.randint(0, 2 * number + 1), 1, [5], b"abcde"),
-                        message(Kind.REPLY, rng.randint(0, 2 * number + 1), 1, sizes),
-                        frame(Kind.WINDOW, rng.randint(0, 2 * number + 1), encode([rng.randint(0, 99_999)])),
+                        frame(FrameKind.CANCEL, rng.randint(0, 2 * number + 1)),
+                        message(FrameKind.ITEM, rng.randint(0, 2 * number + 1), 1, [5], b"abcde"),
+                        message(FrameKind.REPLY, rng.randint(0, 2 * number + 1), 1, sizes),
+                        frame(
+                            FrameKind.WINDOW, rng.randint(0, 2 * number + 1), encode([rng.randint(0, 99_999)])
+                        ),
                     ]
                 )
             )

@@ -8,7 +8,7 @@ from shoal.transport.frames import (
     HEADER,
     MAGIC,
     VERSION,
-    Kind,
+    FrameKind,
     RequestHead,
     decode_payload,
     encode,
@@ -17,7 +17,7 @@ from shoal.transport.frames import (
 
 
 def test_the_header_is_laid_out_as_drawn():
-    assert frame(Kind.CHUNK, 0x0102030405060708, b"", 0x1112131415161718) == bytes.fromhex(
+    assert frame(FrameKind.CHUNK, 0x0102030405060708, b"", 0x1112131415161718) == bytes.fromhex(
         "f053"  # magic
         "01"  # version
         "05"  # kind
@@ -35,7 +35,7 @@ def test_no_text_protocol_begins_with_the_magic():
 
 
 def test_kinds_keep_their_numbers():
-    assert [kind.name for kind in Kind] == [
+    assert [kind.name for kind in FrameKind] == [
         "HELLO",
         "REQUEST",
         "REPLY",
@@ -49,17 +49,17 @@ def test_kinds_keep_their_numbers():
         "WINDOW",
         "GOODBYE",
     ]
-    assert [int(kind) for kind in Kind] == list(range(1, 13))
+    assert [int(kind) for kind in FrameKind] == list(range(1, 13))
 
 
 def test_kinds_without_a_head_have_no_decoder():
-    without = [kind.name for kind in Kind if DECODERS[kind] is None]
+    without = [kind.name for kind in FrameKind if DECODERS[kind] is None]
     assert without == ["CHUNK", "CHUNK_FROM_START", "CANCEL", "END"]
     assert DECODERS[0] is None
 
 
 def test_a_request_is_an_array_whose_payload_stays_raw_until_its_type_is_known():
-    head = DECODERS[Kind.REQUEST].decode(encode(("echo", 0, 1500, [3, 4], {"a": [1, None]})))
+    head = DECODERS[FrameKind.REQUEST].decode(encode(("echo", 0, 1500, [3, 4], {"a": [1, None]})))
     assert isinstance(head, RequestHead)
     assert (head.method, head.mode, head.timeout_ms, head.sizes) == ("echo", 0, 1500, [3, 4])
     assert decode_payload(head.payload) == {"a": [1, None]}

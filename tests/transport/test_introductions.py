@@ -26,10 +26,10 @@ from shoal.transport.introductions import (
     MAX_BULK_BYTES,
     SINK,
     SOURCE,
-    About,
     Attempt,
     DialBack,
     DialedBack,
+    Introduction,
     Source,
     answer,
     ask_about,
@@ -255,7 +255,7 @@ def test_bulk_is_bounded(run):
 @pytest.mark.parametrize("payload", [None, [], {"software": 3}, {"software": "1", "protocol": 1}])
 def test_an_answer_that_is_none(payload):
     with pytest.raises(ProtocolError, match=ABOUT):
-        read_answer(Reply(payload), About, ABOUT)
+        read_answer(Reply(payload), Introduction, ABOUT)
 
 
 PEER = Peer(Address("10.0.0.7", 7))

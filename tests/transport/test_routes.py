@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core import SYSTEM_CLOCK, Address, Peer, PeerRefused, UsageError
 from shoal.transport.frames import Mode, RequestHead, encode
-from shoal.transport.messages import Routes
+from shoal.transport.messages import MethodTable
 
 
 async def answer(head, buffers):
@@ -28,7 +28,7 @@ def find(routes, method, mode=Mode.CALL, payload=None):
 
 
 def test_finds_what_was_added():
-    routes = Routes()
+    routes = MethodTable()
     routes.add("call", answer, None, Any)
     routes.add("plain", lambda head, buffers: None, None, Any)
     routes.add("partial", functools.partial(answer_for, 1), None, Any)
@@ -45,7 +45,7 @@ def test_finds_what_was_added():
 
 
 def test_a_method_has_one_handler():
-    routes = Routes()
+    routes = MethodTable()
     routes.add("call", answer, None, Any)
     with pytest.raises(UsageError, match="'call' has a handler already"):
         routes.add_channel("call", answer, Any)
@@ -53,7 +53,7 @@ def test_a_method_has_one_handler():
 
 @pytest.mark.parametrize("mode", [-1, Mode.CALL, Mode.ONE_WAY, Mode.CHANNEL, 3])
 def test_calls_and_channels_are_told_apart(mode):
-    routes = Routes()
+    routes = MethodTable()
     routes.add("call", answer, None, Any)
     routes.add_channel("channel", answer, Any)
     for method, modes in (("call", (Mode.CALL, Mode.ONE_WAY)), ("channel", (Mode.CHANNEL,))):
@@ -65,7 +65,7 @@ def test_calls_and_channels_are_told_apart(mode):
 
 
 def test_an_unknown_method_is_refused_with_a_guess():
-    routes = Routes()
+    routes = MethodTable()
     with pytest.raises(PeerRefused, match=r"(?s)no method 'ecko'.*same version"):
         find(routes, "ecko")
     routes.add("echo", answer, None, Any)
@@ -77,7 +77,7 @@ def test_an_unknown_method_is_refused_with_a_guess():
 
 
 def test_payloads_are_checked_where_a_type_is_given():
-    routes = Routes()
+    routes = MethodTable()
     routes.add("typed", answer, None, dict[str, int])
     routes.add("any", answer, None, Any)
     assert find(routes, "any").decoder is None

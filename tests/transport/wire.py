@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, Peer, Scope
-from shoal.transport.frames import HEADER, MAGIC, VERSION, Kind, encode, frame
+from shoal.transport.frames import HEADER, MAGIC, VERSION, FrameKind, encode, frame
 from shoal.transport.limits import ByteBudget, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Routes
+from shoal.transport.messages import MethodTable
 from shoal.transport.streams.connection import Connection
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -45,23 +45,23 @@ def resident_bytes():
 
 
 def hello(peer_id=b"", max_calls=1024, max_message_bytes=1 << 28):
-    return frame(Kind.HELLO, 0, encode(["test", peer_id, max_calls, max_message_bytes]))
+    return frame(FrameKind.HELLO, 0, encode(["test", peer_id, max_calls, max_message_bytes]))
 
 
 def request(call_id, method, payload=None, sizes=(), body=b"", mode=0, timeout_ms=0):
     head = encode([method, mode, timeout_ms, list(sizes), payload])
-    return frame(Kind.REQUEST, call_id, head, len(body)) + body
+    return frame(FrameKind.REQUEST, call_id, head, len(body)) + body
 
 
 def message(kind, call_id, payload=None, sizes=(), body=b""):
     return frame(kind, call_id, encode([list(sizes), payload]), len(body)) + body
 
 
-def chunk(call_id, body, kind=Kind.CHUNK):
+def chunk(call_id, body, kind=FrameKind.CHUNK):
     return frame(kind, call_id, b"", len(body)) + body
 
 
-def header(kind=Kind.HELLO, head_bytes=0, call_id=0, body_bytes=0, magic=MAGIC, version=VERSION):
+def header(kind=FrameKind.HELLO, head_bytes=0, call_id=0, body_bytes=0, magic=MAGIC, version=VERSION):
     return HEADER.pack(magic, version, kind, head_bytes, call_id, body_bytes)
 
 
@@ -124,7 +124,7 @@ def parse(data):
         head = start + HEADER.size
         body = head + head_bytes
         start = body + body_bytes
-        frames.append((Kind(kind), call_id, data[head:body], data[body:start]))
+        frames.append((FrameKind(kind), call_id, data[head:body], data[body:start]))
     return frames
 
 
@@ -134,7 +134,7 @@ class FakeHost:
     def __init__(self, limits=None, peer_id=None):
         self.peer_id = peer_id
         self.limits = limits or Limits()
-        self.routes = Routes()
+        self.routes = MethodTable()
         self.budget = ByteBudget(self.limits.max_bytes_in_flight, self.limits.max_bytes_in_flight // 16)
         self.pool = BufferPool()
         self.clock = SYSTEM_CLOCK

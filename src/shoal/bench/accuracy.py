@@ -46,10 +46,10 @@ from shoal.bench.frame import (
 )
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
+    BenchPlace,
     LocalWorkers,
     OpenWorkers,
     Parent,
-    Place,
     Workers,
     WorkerSettings,
     one_line,
@@ -511,7 +511,7 @@ def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
 class AccuracyWorker:
     """What one worker has of the data, and the trainee under way; its methods are the orders."""
 
-    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         place.set_up_process()
         self._place = place
         self._config = config = msgspec.convert(arguments, AccuracyConfig)

@@ -24,7 +24,7 @@ import msgspec
 from shoal.bench.contenders import DeviceKind, device_of, synchronize
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
 from shoal.core.run_options import flag
@@ -327,7 +327,7 @@ def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
 # --- a worker ---
 
 
-def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
+def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
     """Measure what is ordered."""
     place.set_up_process()
     stack.enter_context(place.gloo())
@@ -336,7 +336,9 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
     return Stopwatch(group, device)
 
 
-def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Stopwatch:
+def work_between_machines(
+    place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack
+) -> Stopwatch:
     """Measure what is ordered, in groups whose machines have so many `workers` each."""
     from shoal.group import Shaped
 

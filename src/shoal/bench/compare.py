@@ -24,9 +24,9 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.data.splits import IID, check_split
 from shoal.report.units import digits
-from shoal.simulate.contest import Errand, Executor
+from shoal.simulate.contest import Executor, Trial
 from shoal.simulate.exact import run_exact
-from shoal.simulate.job import CourseRecord, Job
+from shoal.simulate.job import CourseRecord, TrainingJob
 from shoal.simulate.stacked.executor import refuse_unfit
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.tasks import make_task
@@ -470,11 +470,11 @@ class Try(msgspec.Struct, frozen=True):
         """Describe the run for a process of the pool."""
         job, world = self.job(config), config.world_of(self.contender, self.seed)
         executor = config.executor if config.executor != "auto" else suited(job, world)
-        return Errand(job=job, world=world, executor=executor).plain()
+        return Trial(job=job, world=world, executor=executor).plain()
 
-    def job(self, config: CompareConfig) -> Job:
+    def job(self, config: CompareConfig) -> TrainingJob:
         """What each of its workers is to do."""
-        return Job(
+        return TrainingJob(
             task=config.task,
             strategy=self.contender.strategy,
             options=self.contender.options,
@@ -601,7 +601,7 @@ class CompareScenario:
                 yield contest.run(each.job(config), config.world_of(each.contender, each.seed))
 
 
-def suited(job: Job, world: World) -> Executor:
+def suited(job: TrainingJob, world: World) -> Executor:
     """Choose one tensor for all workers where they are many and it can be; else a thread for each."""
     if world.num_workers <= MAX_EXACT:
         return "exact"

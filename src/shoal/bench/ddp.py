@@ -37,7 +37,7 @@ from shoal.bench.contenders import (
 from shoal.bench.frame import Measured, RunFlags, Tell, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
-from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
 from shoal.doctor.machine import describe_machine
@@ -254,7 +254,7 @@ def entry_of(model: str, image_size: int | None, sequence_length: int | None) ->
 
 
 def take_part(flags: DdpFlags) -> None:
-    """Place this process as the flags say, in the variables that a launcher would have set."""
+    """BenchPlace this process as the flags say, in the variables that a launcher would have set."""
     given = {name: getattr(flags, name) for name in _VARIABLES if getattr(flags, name) is not None}
     if flags.world_size is None:
         if given:
@@ -429,7 +429,7 @@ def numbered(names: Sequence[Any]) -> list[int]:
 class DdpWorker:
     """What one worker does; its methods are the orders."""
 
-    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         place.set_up_process()
         self._place = place
         self._config = msgspec.convert(arguments, DdpConfig)
@@ -517,7 +517,8 @@ class DdpWorker:
         if config.is_ddp:
             from torch import distributed
 
-            from shoal.strategies.ddp import open_process_group, wrap
+            from shoal.group.torch_world import open_process_group
+            from shoal.strategies.ddp import wrap
             from shoal.strategies.options import DDPOptions
 
             open_process_group(group, trainee.device, stack)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.bench.workers import Helper, Place, Workers, WorkerSettings, open_worker
+from shoal.bench.workers import BenchPlace, Helper, Workers, WorkerSettings, open_worker
 from shoal.core import BenchmarkError, PeerLost, UsageError
 from shoal.core.placement import Placement
 from shoal.core.run_options import (
@@ -241,7 +241,7 @@ class RankWorker:
 
     def _open(self, function: str, key: str, arguments: dict[str, Any]) -> None:
         control = self._control
-        place = Place(control.rank, control.size, key, machines=tuple(control.machines))
+        place = BenchPlace(control.rank, control.size, key, machines=tuple(control.machines))
         self._worker = open_worker(function, place, arguments, self._stack)
 
 

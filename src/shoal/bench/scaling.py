@@ -41,7 +41,7 @@ from shoal.bench.contenders import (
 )
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, curve, measured
 from shoal.bench.ranks import HostFlags
-from shoal.bench.workers import LocalWorkers, OpenWorkers, Place, Workers, WorkerSettings, one_line
+from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -547,7 +547,7 @@ class OpenedModel:
 class ScalingWorker:
     """The trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         from shoal.models import model_named
 
         place.set_up_process()

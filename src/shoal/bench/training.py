@@ -41,10 +41,10 @@ from shoal.bench.contenders import (
 from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
+    BenchPlace,
     LocalWorkers,
     OpenWorkers,
     Parent,
-    Place,
     Workers,
     WorkerSettings,
     one_line,
@@ -549,7 +549,7 @@ def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Train
 class TrainingWorker:
     """All trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         place.set_up_process()
         self._place = place
         self._config = config = msgspec.convert(arguments, TrainingConfig)

@@ -7,8 +7,8 @@ there are no more.
 
 `LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is an
 object whose methods are the orders that it takes, made by a class or function that is called with its
-`Place`, its arguments and a stack for what it opens. `ranks` has the same for processes that a launcher has
-started, here or on other hosts.
+`BenchPlace`, its arguments and a stack for what it opens. `ranks` has the same for processes that a launcher
+has started, here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -271,7 +271,7 @@ def describe_exit(code: int) -> str:
 # --- a worker's place ---
 
 
-class Place(msgspec.Struct, frozen=True):
+class BenchPlace(msgspec.Struct, frozen=True):
     """Where a worker is among all: what it computes on, and the groups that it opens with the others."""
 
     rank: int
@@ -381,8 +381,8 @@ class Place(msgspec.Struct, frozen=True):
         """
         from torch import distributed
 
-        from shoal.group.cluster.collectives import destroy_world
         from shoal.group.cluster.rendezvous import Rendezvous
+        from shoal.group.torch_world import destroy_world
 
         ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
         if self.machines:
@@ -450,7 +450,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called with a Place, `arguments` and an ExitStack; returns what takes the orders."""
+    """`module:name`, called with a `BenchPlace`, `arguments` and an ExitStack; returns what takes orders."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0
@@ -641,7 +641,7 @@ def run_worker(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of a worker does; all is closed in the end, so that the interpreter need not be."""
     end_with_parent()
     with contextlib.ExitStack() as stack:
-        place = msgspec.convert(arguments["place"], Place)
+        place = msgspec.convert(arguments["place"], BenchPlace)
         serve(parent, open_worker(arguments["function"], place, arguments["arguments"], stack))
     parent.leave()
 
@@ -652,9 +652,9 @@ def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
     _function(arguments["function"])(arguments, parent)
 
 
-def server_place(arguments: dict[str, Any]) -> tuple[Place, dict[str, Any]]:
+def server_place(arguments: dict[str, Any]) -> tuple[BenchPlace, dict[str, Any]]:
     """Make this process a parameter server: its place among the helpers, and the role that it was given."""
-    place = msgspec.convert(arguments["place"], Place)
+    place = msgspec.convert(arguments["place"], BenchPlace)
     place.set_up_process()
     return place, arguments["arguments"]
 
@@ -673,7 +673,9 @@ def serve(parent: Parent, worker: object) -> None:
         parent.tell(answer=answer)
 
 
-def open_worker(function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+def open_worker(
+    function: str, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack
+) -> Any:
     """Make this process the worker that `function` says."""
     return _function(function)(place, arguments, stack)
 

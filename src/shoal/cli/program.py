@@ -110,7 +110,7 @@ class ShoalVerbs(Verbs):
         """Ignore those that typer knows of, which are none."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Name the verbs."""
+        """Return the names of all verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -39,7 +39,7 @@ _FORGOTTEN_S = 3600.0
 _PLAIN = re.compile(r"[\w.-]{1,40}", re.ASCII)
 
 
-class Keeper(msgspec.Struct, frozen=True):
+class KeeperProcess(msgspec.Struct, frozen=True):
     """The process for as long as whose life a note counts, where that is not the worker itself."""
 
     pid: int
@@ -89,7 +89,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the time."""
     waits_for: int | None = None
     """The rank that it waited for most."""
-    keeper: Keeper | None = None
+    keeper: KeeperProcess | None = None
     """For a note of another machine, the head of the run, which keeps a copy here."""
     state: State = "running"
     """Of the process, in such a copy."""
@@ -167,9 +167,9 @@ def name_of_run(key: str) -> str:
     return key if _PLAIN.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
-def own_keeper() -> Keeper:
+def own_keeper() -> KeeperProcess:
     """The process that this is called in."""
-    return Keeper(os.getpid(), started(os.getpid()))
+    return KeeperProcess(os.getpid(), started(os.getpid()))
 
 
 def look(clock: Clock = SYSTEM_CLOCK) -> list[Sighting]:

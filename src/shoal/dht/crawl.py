@@ -24,7 +24,7 @@ from shoal.core.ids import ID_BYTES
 from shoal.dht.join import first_ping, unreachable
 from shoal.dht.node import DHT
 from shoal.dht.protocol import Answered, DHTProtocol
-from shoal.dht.wire import ID_BITS, About, Contact, Kind, Want, named
+from shoal.dht.wire import ID_BITS, About, Contact, LookupKind, Want, named
 
 _NUM_DISTANCES = 15
 """Halves of the space, and halves of these, in which each peer is asked for whom it knows."""
@@ -153,7 +153,7 @@ class _Crawler:
     async def _visit(self, contact: Contact) -> Visited:
         number = contact.number
         targets = [number, *(number ^ 1 << (ID_BITS - 1 - depth) for depth in range(_NUM_DISTANCES))]
-        wants = [Want(target.to_bytes(ID_BYTES), Kind.PEERS) for target in targets]
+        wants = [Want(target.to_bytes(ID_BYTES), LookupKind.PEERS) for target in targets]
         protocol, clock = self._protocol, self._protocol.endpoint.network.clock
         found = await protocol.call_find(contact, wants)
         told = [protocol.book.read(packed, contact.peer.address) for packed in found.contacts]

@@ -34,7 +34,7 @@ from shoal.core.ids import ID_BYTES
 from shoal.core.untrusted import decode_json
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.search import Lookup, look_up
-from shoal.dht.wire import ID_BITS, Contact, Found, Kind, Want, named
+from shoal.dht.wire import ID_BITS, Contact, Found, LookupKind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
@@ -99,7 +99,7 @@ class Joining:
         self.seen_as = met.seen_as or self.seen_as
         if met.contacts:
             await self.reachability.check(met.contacts)
-            lookup = Lookup(protocol.peer_id.digest, Kind.PEERS, protocol.settings.beam)
+            lookup = Lookup(protocol.peer_id.digest, LookupKind.PEERS, protocol.settings.beam)
             await look_up(protocol, [lookup], protocol.call_deadline(4), seeds=met.contacts)
             await self._fill_gaps(protocol.call_deadline(4))
             await self._hear_of_others(protocol.call_deadline())
@@ -121,7 +121,7 @@ class Joining:
         for bits in gaps:
             below = ID_BITS - bits - 1
             number = (own >> below ^ 1) << below | self._protocol.random.getrandbits(below)
-            lookups.append(Lookup(number.to_bytes(ID_BYTES), Kind.PEERS, 1))
+            lookups.append(Lookup(number.to_bytes(ID_BYTES), LookupKind.PEERS, 1))
         await look_up(self._protocol, lookups, deadline)
 
     async def _hear_of_others(self, deadline: Deadline) -> None:
@@ -131,7 +131,7 @@ class Joining:
         """
         protocol, random = self._protocol, self._protocol.random
         contacts = protocol.table.contacts()
-        wants = [Want(random.randbytes(ID_BYTES), Kind.PEERS) for _ in range(_NUM_PLACES)]
+        wants = [Want(random.randbytes(ID_BYTES), LookupKind.PEERS) for _ in range(_NUM_PLACES)]
         tellers = random.sample(contacts, min(len(contacts), _NUM_TELLERS))
         answers = await fanout([protocol.call_find(teller, wants) for teller in tellers], deadline)
         for teller, found in zip(tellers, answers, strict=True):
@@ -426,7 +426,7 @@ class SplitCheck:
             if teller.id == protocol.peer_id:
                 return
             contact = protocol.book.of(teller)
-            found = await protocol.call_find(contact, [Want(protocol.peer_id.digest, Kind.PEERS)])
+            found = await protocol.call_find(contact, [Want(protocol.peer_id.digest, LookupKind.PEERS)])
         except ShoalError as error:
             log.debug("%s does not tell who is near: %s", address, error)
             self._wait_s = check_s

@@ -35,7 +35,7 @@ from shoal.dht.search import Lookup, find_records, look_up, mark_absent
 from shoal.dht.settings import DHTSettings
 from shoal.dht.store import signed_slots, store_slots
 from shoal.dht.upkeep import Upkeep
-from shoal.dht.wire import About, Contact, Kind, coordinates_of
+from shoal.dht.wire import About, Contact, LookupKind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host
 
@@ -224,7 +224,9 @@ class DHT:
         keys = [key_of(name).digest for name in names]
         wall_s = self.wall_s()
         known = {key: coordinates_of(self.records.get(key, wall_s, is_use=True)) for key in keys}
-        lookups = {key: Lookup(key, Kind.COORDINATES, self.settings.beam) for key in keys if not known[key]}
+        lookups = {
+            key: Lookup(key, LookupKind.COORDINATES, self.settings.beam) for key in keys if not known[key]
+        }
         await look_up(self.protocol, list(lookups.values()), self.protocol.look_up_deadline(deadline))
         self.last_hops = [lookups[key].hops if key in lookups else 0 for key in keys]
         if remembers_absence:
@@ -238,7 +240,7 @@ class DHT:
     ) -> list[Contact]:
         """The peers nearest to a key that answer, nearest first, without this one."""
         limit = limit or self.settings.bucket_size
-        lookup = Lookup(key.digest, Kind.PEERS, limit)
+        lookup = Lookup(key.digest, LookupKind.PEERS, limit)
         await look_up(self.protocol, [lookup], self.protocol.look_up_deadline(deadline))
         self.last_hops = [lookup.hops]
         return lookup.answered()[:limit]

@@ -56,7 +56,7 @@ from shoal.dht.wire import (
     Finding,
     Found,
     Item,
-    Kind,
+    LookupKind,
     Ping,
     Pong,
     State,
@@ -305,17 +305,17 @@ class DHTProtocol:
         key, kind = want.key, want.kind
         slots: list[Slot] = []
         coordinates = b""
-        if kind == Kind.COORDINATES:
+        if kind == LookupKind.COORDINATES:
             coordinates = self.records.coordinates(key, wall_s)
-        elif kind != Kind.PEERS:
+        elif kind != LookupKind.PEERS:
             slots = self.records.get(key, wall_s)
-            if slots and kind == Kind.VALUE:
+            if slots and kind == LookupKind.VALUE:
                 return Finding(State.HERE, b"", slots), sum(map(size_of, slots))
         near = _indexes(self._near(key, want.reach, asker), contacts)
         if slots or coordinates:
             size_bytes = len(coordinates) + sum(map(size_of, slots))
             return Finding(State.HERE, near, slots, coordinates), size_bytes
-        is_absent = kind != Kind.PEERS and self.records.cache.is_absent(key, wall_s)
+        is_absent = kind != LookupKind.PEERS and self.records.cache.is_absent(key, wall_s)
         return Finding(State.ABSENT if is_absent else State.NOTHING, near), 0
 
     def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:

@@ -31,7 +31,7 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import Entry, Slot, Stored, Verdict
 from shoal.dht.search import Lookup, look_up
 from shoal.dht.store import unsigned_slots
-from shoal.dht.wire import MAX_STORE_BYTES, Contact, Item, Kind, in_groups, number_of, size_of
+from shoal.dht.wire import MAX_STORE_BYTES, Contact, Item, LookupKind, in_groups, number_of, size_of
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Replicator:
 
     async def _republish(self, keys: Sequence[bytes]) -> None:
         protocol = self._protocol
-        lookup = Lookup(protocol.peer_id.digest, Kind.PEERS, protocol.settings.bucket_size)
+        lookup = Lookup(protocol.peer_id.digest, LookupKind.PEERS, protocol.settings.bucket_size)
         await look_up(protocol, [lookup], protocol.look_up_deadline())
         wall_s, republish_s = protocol.wall_s(), protocol.settings.republish_s
         due = []

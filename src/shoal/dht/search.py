@@ -32,7 +32,7 @@ from shoal.dht.wire import (
     Finding,
     Found,
     Item,
-    Kind,
+    LookupKind,
     State,
     Want,
     named,
@@ -95,7 +95,7 @@ async def find_records(
     """
     wall_s = protocol.wall_s()
     found = {key: protocol.records.get(key, wall_s, is_use=True) for key in keys}
-    kind = Kind.LATEST if latest else Kind.VALUE
+    kind = LookupKind.LATEST if latest else LookupKind.VALUE
     beam = protocol.settings.beam
     lookups = {key: Lookup(key, kind, beam) for key, slots in found.items() if latest or not slots}
     await look_up(protocol, list(lookups.values()), deadline)
@@ -124,7 +124,7 @@ class AskState(enum.IntEnum):
 class Lookup:
     """One key's look-up: whom it has heard of, whom it has asked, and what they said. It does not send."""
 
-    def __init__(self, key: bytes, kind: Kind, width: int) -> None:
+    def __init__(self, key: bytes, kind: LookupKind, width: int) -> None:
         self.key = key
         self.kind = kind
         self.width = width
@@ -282,7 +282,7 @@ class Lookup:
         depth = self._depths.get(contact.packed, 0)
         for other in near:
             self.add(other, depth + 1)
-        if finding.state == State.ABSENT and self.kind == Kind.COORDINATES:
+        if finding.state == State.ABSENT and self.kind == LookupKind.COORDINATES:
             self._absent[contact.packed] = None
             if all(other.packed in self._absent for _, other in self.near[:_ALL_ABSENT]):
                 self.has_marker = True
@@ -291,7 +291,7 @@ class Lookup:
             if not self.is_alone:
                 self.is_alone = True
                 del self._progress[contact.packed]
-        elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
+        elif finding.state == State.HERE and self.kind == LookupKind.COORDINATES:
             try:
                 self.coordinates = unpack_coordinates(finding.coordinates)
             except ValueError:
@@ -304,7 +304,7 @@ class Lookup:
     def on_value(self, contact: Contact, slots: list[Slot]) -> None:
         """It holds these, and they have been checked."""
         self.replicas.append((contact, slots))
-        if self.kind == Kind.VALUE:
+        if self.kind == LookupKind.VALUE:
             self._finish(self._depths.get(contact.packed, 0))
 
     def passed_by(self) -> list[Contact]:
@@ -496,7 +496,7 @@ class Search(Requests[Lookup, Found]):
         pairs = zip(request.parts, answer.findings, strict=True)
         for lookup, finding in [pair for pair in pairs if not pair[0].is_done]:
             lookup.on_answered(contact, finding, named(contacts, finding.near))
-            if finding.slots and not lookup.is_done and lookup.kind in (Kind.VALUE, Kind.LATEST):
+            if finding.slots and not lookup.is_done and lookup.kind in (LookupKind.VALUE, LookupKind.LATEST):
                 believed = self._protocol.believed(lookup.key, finding.slots)
                 if believed:
                     lookup.on_value(contact, believed)

@@ -32,7 +32,7 @@ from shoal.dht.wire import (
     REACH_SHIFT,
     Contact,
     Item,
-    Kind,
+    LookupKind,
     StoreAnswer,
     in_groups,
     named,
@@ -83,11 +83,11 @@ async def store_slots(
         verdicts.append([Verdict.TOO_LARGE] if is_too_large else [])
         if not is_too_large:
             by_key.setdefault(key, []).append(index)
-    lookups = [Lookup(key, Kind.PEERS, _CONFIRMED) for key in by_key]
+    lookups = [Lookup(key, LookupKind.PEERS, _CONFIRMED) for key in by_key]
     await look_up(protocol, lookups, deadline)
     doubtful = [index for index, lookup in enumerate(lookups) if lookup.has_silent]
     for index in doubtful:
-        lookups[index] = Lookup(lookups[index].key, Kind.PEERS, settings.beam)
+        lookups[index] = Lookup(lookups[index].key, LookupKind.PEERS, settings.beam)
     await look_up(protocol, [lookups[index] for index in doubtful], deadline)
     pending = []
     for lookup, indexes in zip(lookups, by_key.values(), strict=True):

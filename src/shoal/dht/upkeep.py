@@ -18,7 +18,7 @@ from shoal.dht.join import Joining, SplitCheck
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.replication import Replicator, Work
 from shoal.dht.search import Lookup, find_records, look_up
-from shoal.dht.wire import Contact, Kind
+from shoal.dht.wire import Contact, LookupKind
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Upkeep:
         if not stale or now_s < self._began_s + settings.refresh_s:
             return None
         key = protocol.random.choice(stale).to_bytes(ID_BYTES)
-        lookup = Lookup(key, Kind.PEERS, settings.num_replicas)
+        lookup = Lookup(key, LookupKind.PEERS, settings.num_replicas)
         return look_up(protocol, [lookup], protocol.look_up_deadline())
 
     # --- what it holds ---

@@ -45,7 +45,7 @@ REACH_SHIFT = 128
 TAG_BYTES = 2
 
 
-class Kind(enum.IntEnum):
+class LookupKind(enum.IntEnum):
     """What is wanted of a key, besides peers that are nearer to it."""
 
     PEERS = 0
@@ -61,7 +61,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
     """One key of a Find."""
 
     key: bytes
-    kind: int = Kind.VALUE
+    kind: int = LookupKind.VALUE
     reach: int = ANYWHERE
     """The first 32 bits of a distance: peers that are not nearer than this are of no use to the asker."""
 

@@ -12,7 +12,7 @@ from shoal.core import Address
 from shoal.doctor.checks import CheckResult, fail, ok, warn
 from shoal.doctor.joining import CLOCK_FAIL_S, CLOCK_WARN_S, JoinFacts, any_host, date, duration
 from shoal.transport.frames import VERSION
-from shoal.transport.introductions import About, Attempt, Way
+from shoal.transport.introductions import Attempt, Introduction, Way
 from shoal.transport.network.sockets import is_wildcard
 from shoal.transport.trust.membership import is_loopback
 
@@ -130,7 +130,7 @@ def _clock_by_certificate(facts: JoinFacts) -> CheckResult | None:
     return fail(f"{says} One of the two clocks is wrong.", _SET_CLOCK)
 
 
-def _after_answering(facts: JoinFacts, about: About) -> dict[str, CheckResult]:
+def _after_answering(facts: JoinFacts, about: Introduction) -> dict[str, CheckResult]:
     found = {
         "secret": _secret(facts),
         "version": _version(about),
@@ -157,7 +157,7 @@ def _secret(facts: JoinFacts) -> CheckResult:
     )
 
 
-def _version(about: About) -> CheckResult:
+def _version(about: Introduction) -> CheckResult:
     figures: dict[str, object] = {
         "software": __version__,
         "peer_software": about.software,

@@ -29,10 +29,10 @@ from shoal.transport.frames import HEADER, MAGIC
 from shoal.transport.introductions import (
     DIAL_BACK,
     WAYS,
-    About,
     Attempt,
     DialBack,
     DialedBack,
+    Introduction,
     Outcome,
     Way,
     ask_about,
@@ -55,7 +55,7 @@ class CallResult(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     says: str = ""
-    about: About | None = None
+    about: Introduction | None = None
     round_trip_s: float = 0.0
     ahead_s: float = 0.0
     """How far the peer's clock is ahead of this one."""
@@ -85,7 +85,7 @@ class JoinFacts(msgspec.Struct, frozen=True):
     patience_s: float = 0.0
 
     @property
-    def about(self) -> About | None:
+    def about(self) -> Introduction | None:
         """What the peer says of itself."""
         return self.tcp.about or self.udp.about
 

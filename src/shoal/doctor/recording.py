@@ -19,7 +19,7 @@ from shoal.doctor.checks import STYLES
 from shoal.doctor.joining import Member, date, failure_text, new_endpoint
 from shoal.report.tables import Column, Table
 from shoal.transport.endpoint import Endpoint
-from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, About, Source, Way, ask_about
+from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, Introduction, Source, Way, ask_about
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.network.distributions import Recorded
 from shoal.transport.network.profiles import Between, Profile, Ways, patterns_of
@@ -153,7 +153,7 @@ async def _measure(
     )
 
 
-async def _first_answer(endpoint: Endpoint, peer: Address, patience_s: float) -> tuple[Way, About]:
+async def _first_answer(endpoint: Endpoint, peer: Address, patience_s: float) -> tuple[Way, Introduction]:
     """Over UDP where that works."""
     try:
         return "udp", await ask_about(endpoint.datagrams, peer, "udp", Deadline.after(patience_s))

@@ -8,9 +8,9 @@ from shoal.group.base import (
     Handle,
     Loss,
     Reduction,
-    Slot,
     Snapshot,
     Window,
+    WindowSlot,
 )
 from shoal.group.cluster import ClusterGroup
 from shoal.group.conditions import Faulty, Shaped
@@ -47,13 +47,13 @@ __all__ = [
     "Mutex",
     "Reduction",
     "Shaped",
-    "Slot",
     "Snapshot",
     "SoloGroup",
     "Timeline",
     "Traced",
     "Traffic",
     "Window",
+    "WindowSlot",
     "exchange_machines",
     "init",
     "merge",

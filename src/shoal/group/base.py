@@ -83,7 +83,7 @@ class Snapshot(abc.ABC):
         """
 
 
-class Slot(abc.ABC):
+class WindowSlot(abc.ABC):
     """The memory that one source writes at this worker; held inside `with window.slot(...)`."""
 
     source: int
@@ -163,7 +163,7 @@ class Window(abc.ABC):
         """Begins a write of any kind."""
 
     @abc.abstractmethod
-    def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
+    def slot(self, source: int) -> contextlib.AbstractContextManager[WindowSlot]:
         """Holds one source's slot at this worker: a writer waits until the block ends."""
 
     @abc.abstractmethod

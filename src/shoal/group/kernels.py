@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 
 from shoal.core import LimitExceeded, TensorError, UsageError
-from shoal.group.base import Reduction, Slot, Snapshot, Window, WindowForm, Write
+from shoal.group.base import Reduction, Snapshot, Window, WindowForm, WindowSlot, Write
 from shoal.tensors.memory import copy_into
 from shoal.topology.weights import are_differences
 
@@ -182,7 +182,7 @@ class CopiedSnapshot(Snapshot):
         return True
 
 
-class MemorySlot(Slot):
+class MemorySlot(WindowSlot):
     """A slot in memory of this process alone, which is taken when something is written for the first time."""
 
     def __init__(self, source: int, form: WindowForm) -> None:

@@ -26,10 +26,10 @@ from shoal.group.base import (
     Handle,
     Loss,
     Reduction,
-    Slot,
     Snapshot,
     Window,
     WindowForm,
+    WindowSlot,
     Write,
     check_rank,
     has_left,
@@ -385,7 +385,7 @@ class _LocalWindow(Window):
         return handle
 
     @contextlib.contextmanager
-    def slot(self, source: int) -> Iterator[Slot]:
+    def slot(self, source: int) -> Iterator[WindowSlot]:
         """Holds a slot; what is written meanwhile is done after the block."""
         self._check_open()
         slot = self._slot_of(source)

@@ -1,6 +1,6 @@
 """What a benchmark measured: its schema, storage, statistics, diff, tables and HTML, without torch."""
 
-from shoal.report.diff import Diff, Judgement, RowDiff, Verdict, compare
+from shoal.report.diff import Diff, Judgement, RowDiff, RowVerdict, compare
 from shoal.report.figures import read_report
 from shoal.report.schema import Code, Curve, Report, Row
 from shoal.report.statistics import Summary, noise_floor, percentile, percentiles, summarize
@@ -15,8 +15,8 @@ __all__ = [
     "Report",
     "Row",
     "RowDiff",
+    "RowVerdict",
     "Summary",
-    "Verdict",
     "compare",
     "default_path",
     "load",

@@ -46,7 +46,7 @@ MAX_STARTS = 1_000_000
 """The most that `starts_needed` says: a row whose mean is near zero would need any number of them."""
 
 
-class Verdict(StrEnum):
+class RowVerdict(StrEnum):
     """What is said about one pair of rows."""
 
     BETTER = "better"
@@ -59,22 +59,22 @@ class Verdict(StrEnum):
 
 
 LABELS = {
-    Verdict.BETTER: "better",
-    Verdict.WORSE: "worse",
-    Verdict.NO_DIFFERENCE: "no difference found",
-    Verdict.TOO_FEW: "too few repeats to judge",
-    Verdict.FAILED: "failed in test",
-    Verdict.FIXED: "failed in baseline",
-    Verdict.FAILED_BOTH: "failed in both",
+    RowVerdict.BETTER: "better",
+    RowVerdict.WORSE: "worse",
+    RowVerdict.NO_DIFFERENCE: "no difference found",
+    RowVerdict.TOO_FEW: "too few repeats to judge",
+    RowVerdict.FAILED: "failed in test",
+    RowVerdict.FIXED: "failed in baseline",
+    RowVerdict.FAILED_BOTH: "failed in both",
 }
-JUDGED = (Verdict.BETTER, Verdict.WORSE, Verdict.NO_DIFFERENCE)
+JUDGED = (RowVerdict.BETTER, RowVerdict.WORSE, RowVerdict.NO_DIFFERENCE)
 
 
 @dataclass(frozen=True)
 class Judgement:
     """The verdict on one row and what it rests on; percentages are negative when the test is worse."""
 
-    verdict: Verdict
+    verdict: RowVerdict
     change_percent: float | None = None
     """Of the typical start median where judged, of the pooled median otherwise."""
     low_percent: float | None = None
@@ -191,15 +191,15 @@ def starts_needed(
 
 def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgement:
     if old.error is not None and new.error is not None:
-        return Judgement(Verdict.FAILED_BOTH)
+        return Judgement(RowVerdict.FAILED_BOTH)
     if new.error is not None:
-        return Judgement(Verdict.FAILED)
+        return Judgement(RowVerdict.FAILED)
     if old.error is not None:
-        return Judgement(Verdict.FIXED)
+        return Judgement(RowVerdict.FIXED)
     change = change_percent(percentile(old.samples, 50), percentile(new.samples, 50), old.direction)
     needed = starts_needed(start_medians(old), start_medians(new), level=level, effect_percent=effect_percent)
     return Judgement(
-        Verdict.TOO_FEW, change_percent=change, starts_needed=needed, effect_percent=effect_percent
+        RowVerdict.TOO_FEW, change_percent=change, starts_needed=needed, effect_percent=effect_percent
     )
 
 
@@ -249,9 +249,9 @@ def _welch_error(old: list[float], new: list[float]) -> tuple[float, float]:
 
 def _judged(test: _Test, direction: Direction, p_adjusted: float, level: float, alpha: float) -> Judgement:
     is_up = test.difference > 0
-    verdict = Verdict.NO_DIFFERENCE
+    verdict = RowVerdict.NO_DIFFERENCE
     if p_adjusted <= alpha:
-        verdict = Verdict.BETTER if is_up == (direction == "higher") else Verdict.WORSE
+        verdict = RowVerdict.BETTER if is_up == (direction == "higher") else RowVerdict.WORSE
     margin = test.error * t_quantile(level / 2, test.freedom) if test.error else 0.0
     ends = [test.percent(test.difference + side * margin, direction) for side in (-1, 1)]
     if direction == "lower":
@@ -305,7 +305,7 @@ class RowDiff:
     judgement: Judgement
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RowVerdict:
         """The judgement in one word."""
         return self.judgement.verdict
 
@@ -323,7 +323,7 @@ class Diff:
     """Of config, seeds, code and environment."""
     warnings: tuple[str, ...] = field(default=())
 
-    def count(self, *verdicts: Verdict) -> int:
+    def count(self, *verdicts: RowVerdict) -> int:
         """How many rows have one of these verdicts."""
         return sum(row.verdict in verdicts for row in self.rows)
 
@@ -335,10 +335,10 @@ class Diff:
             "benchmark": self.baseline.benchmark,
             "num_rows": len(self.rows),
             "judged": self.count(*JUDGED),
-            "better": self.count(Verdict.BETTER),
-            "worse": self.count(Verdict.WORSE),
-            "too_few_starts": self.count(Verdict.TOO_FEW),
-            "failed": self.count(Verdict.FAILED, Verdict.FAILED_BOTH),
+            "better": self.count(RowVerdict.BETTER),
+            "worse": self.count(RowVerdict.WORSE),
+            "too_few_starts": self.count(RowVerdict.TOO_FEW),
+            "failed": self.count(RowVerdict.FAILED, RowVerdict.FAILED_BOTH),
             "only_baseline": len(self.only_baseline),
             "only_test": len(self.only_test),
             "worst_change_percent": worst.judgement.change_percent if worst else None,
@@ -574,12 +574,12 @@ def check_gate(diff: Diff, limit_percent: float) -> Gate:
     failed = [
         f"{row.test.name} failed in the test: {row.test.error}"
         for row in diff.rows
-        if row.verdict is Verdict.FAILED
+        if row.verdict is RowVerdict.FAILED
     ]
     slower = [
         f"{row.test.name} is worse{_by(row)}; the limit is {limit_percent:g}%"
         for row in diff.rows
-        if row.verdict is Verdict.WORSE and _is_past(row, limit_percent)
+        if row.verdict is RowVerdict.WORSE and _is_past(row, limit_percent)
     ]
     if failed or slower:
         return Gate(SLOWER, (*failed, *slower))
@@ -587,7 +587,7 @@ def check_gate(diff: Diff, limit_percent: float) -> Gate:
         f"{row.test.name} looks worse{_by(row)}, but has too few repeats to judge: "
         f"it needs {row.judgement.starts_needed} starts on each side"
         for row in diff.rows
-        if row.verdict is Verdict.TOO_FEW and _is_past(row, limit_percent)
+        if row.verdict is RowVerdict.TOO_FEW and _is_past(row, limit_percent)
     )
     return Gate(UNDECIDED, unclear) if unclear else Gate(PASSED)
 
@@ -599,7 +599,7 @@ def _is_past(row: RowDiff, limit_percent: float) -> bool:
     # from a zero baseline: any loss is past any limit
     median = row.changes[0]
     has_lost = (median.test < median.baseline) == (row.test.direction == "higher")
-    return has_lost or row.verdict is Verdict.WORSE
+    return has_lost or row.verdict is RowVerdict.WORSE
 
 
 def _by(row: RowDiff) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from shoal.core.errors import ReportError, UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram
-from shoal.report.diff import LABELS, Diff, RowDiff, Verdict, busy
+from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
 from shoal.report.plots import (
     CONTENDERS,
     MIN_SAMPLES,
@@ -409,13 +409,13 @@ def _names(shown: Sequence[Shown]) -> dict[str, list[object]]:
 # --- tables of figures ---
 
 TONES = {
-    Verdict.BETTER: "good",
-    Verdict.FIXED: "good",
-    Verdict.WORSE: "bad",
-    Verdict.FAILED: "bad",
-    Verdict.FAILED_BOTH: "bad",
-    Verdict.TOO_FEW: "unsure",
-    Verdict.NO_DIFFERENCE: "quiet",
+    RowVerdict.BETTER: "good",
+    RowVerdict.FIXED: "good",
+    RowVerdict.WORSE: "bad",
+    RowVerdict.FAILED: "bad",
+    RowVerdict.FAILED_BOTH: "bad",
+    RowVerdict.TOO_FEW: "unsure",
+    RowVerdict.NO_DIFFERENCE: "quiet",
 }
 
 
@@ -572,7 +572,7 @@ def _verdict_cells(row: RowDiff) -> str:
     interval = interval_text(row).replace("-", "−") if row.judgement.low_percent is not None else "not judged"
     change = f'<td class="number"><b>{signed(row.judgement.change_percent)}</b><br>'
     detail = ""
-    if row.verdict is Verdict.TOO_FEW:
+    if row.verdict is RowVerdict.TOO_FEW:
         detail = f'<br><span class="pair">{escape(verdict_text(row).partition(", ")[2])}</span>'
     return f'{cells}{change}<span class="pair">{interval}</span></td>{starts}<td>{verdict}{detail}</td>'
 
@@ -581,7 +581,7 @@ def verdict_counts(diff: Diff) -> str:
     """One pill for each verdict that occurs."""
     counts = [
         pill(f"{diff.count(verdict)} {LABELS[verdict]}", TONES[verdict])
-        for verdict in Verdict
+        for verdict in RowVerdict
         if diff.count(verdict)
     ]
     lone = len(diff.only_baseline) + len(diff.only_test)

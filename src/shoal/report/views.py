@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
-from shoal.report.diff import LABELS, Diff, RowDiff, Verdict
+from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, lead_of, mean_of, summarize
 from shoal.report.tables import Column, Line, Table
@@ -20,13 +20,13 @@ Figure = TypeVar("Figure", Row, Curve)
 _MAX_NAMED = 4
 """More names share a word."""
 STYLES = {
-    Verdict.BETTER: "green",
-    Verdict.WORSE: "red",
-    Verdict.FAILED: "red",
-    Verdict.FAILED_BOTH: "red",
-    Verdict.FIXED: "green",
-    Verdict.TOO_FEW: "yellow",
-    Verdict.NO_DIFFERENCE: "dim",
+    RowVerdict.BETTER: "green",
+    RowVerdict.WORSE: "red",
+    RowVerdict.FAILED: "red",
+    RowVerdict.FAILED_BOTH: "red",
+    RowVerdict.FIXED: "green",
+    RowVerdict.TOO_FEW: "yellow",
+    RowVerdict.NO_DIFFERENCE: "dim",
 }
 
 
@@ -196,7 +196,7 @@ def unpaired_lines(diff: Diff) -> list[str]:
 
 def counts_text(diff: Diff) -> str:
     """'13 rows: 2 worse, 11 no difference found'; what did not occur is left out."""
-    counts = [f"{diff.count(verdict)} {LABELS[verdict]}" for verdict in Verdict if diff.count(verdict)]
+    counts = [f"{diff.count(verdict)} {LABELS[verdict]}" for verdict in RowVerdict if diff.count(verdict)]
     return f"{counted(len(diff.rows), 'row')}, negative is worse: {', '.join(counts)}"
 
 
@@ -204,7 +204,7 @@ def verdict_text(row: RowDiff) -> str:
     """The verdict with what it rests on, as one line."""
     judgement, label = row.judgement, LABELS[row.verdict]
     starts = f"{len(row.baseline.starts)} and {len(row.test.starts)} starts"
-    if row.verdict is Verdict.TOO_FEW:
+    if row.verdict is RowVerdict.TOO_FEW:
         needs = f"needs {judgement.starts_needed} on each side to find {judgement.effect_percent:g}%"
         return f"{label}: {starts}, {needs}"
     if not row.changes:

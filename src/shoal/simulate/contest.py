@@ -18,7 +18,7 @@ from shoal.core import ShoalError, UsageError
 from shoal.group.conditions import Faulty
 from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.exact import SimulatedWorker, Trainer, first_line, load_tensors, run_exact, serve
-from shoal.simulate.job import DIVERGED, CourseRecord, Job, ModelSnapshot, Moment, WorkerLog
+from shoal.simulate.job import DIVERGED, CourseRecord, ModelSnapshot, Moment, TrainingJob, WorkerLog
 from shoal.simulate.stacked.executor import refuse_unfit, run_stacked
 from shoal.simulate.tasks import Score, TrainingTask, make_task
 from shoal.simulate.world import World
@@ -162,10 +162,10 @@ def _added(counts: Sequence[Mapping[int, int]]) -> dict[int, int]:
 Executor = Literal["exact", "stacked"]
 
 
-class Errand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of the pool is given."""
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One training of a contest: a job in a world, as a process of the pool is given it."""
 
-    job: Job
+    job: TrainingJob
     world: World
     executor: Executor = "exact"
 
@@ -175,15 +175,15 @@ class Errand(msgspec.Struct, frozen=True, kw_only=True):
         return values
 
 
-def run_task(errand: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Run a task of `bench.workers.run_tasks`: a plain Errand, and a plain CourseRecord of it."""
-    given = msgspec.convert(errand, Errand, str_keys=True)
+def run_task(trial: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run a task of `bench.workers.run_tasks`: a plain Trial, and a plain CourseRecord of it."""
+    given = msgspec.convert(trial, Trial, str_keys=True)
     if given.world.is_elastic:  # what a real run says of each change is here said of virtual ones
         logging.getLogger("shoal.strategies.elastic").setLevel(logging.ERROR)
     return run_job(given.job, given.world, given.executor).plain()
 
 
-def run_job(job: Job, world: World, executor: Executor = "exact") -> CourseRecord:
+def run_job(job: TrainingJob, world: World, executor: Executor = "exact") -> CourseRecord:
     """Equal to the bit for equal arguments; a strategy that diverges or cannot start is a record too.
 
     UsageError where job, world and executor don't fit each other.

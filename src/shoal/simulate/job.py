@@ -15,7 +15,7 @@ from shoal.data.splits import IID, check_split
 from shoal.simulate.task_facts import facts_of
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One strategy on one task with one seed; every worker does `steps` steps of its own."""
 
     task: str
@@ -108,7 +108,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How a job went, from the first model to the last; all numbers are finite."""
 
-    job: Job
+    job: TrainingJob
     moments: list[Moment]
     """In order of time, the first before the first step; up to where a model was no longer finite."""
     waited_s: list[list[float]] = []

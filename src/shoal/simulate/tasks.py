@@ -22,7 +22,7 @@ from shoal.data.seeds import mix, seeded
 from shoal.data.splits import check_split, divide
 from shoal.data.text_set import NUM_CHARACTERS, next_characters, pages
 from shoal.models import mlp, small_mlp
-from shoal.simulate.job import Job
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.task_facts import TaskFacts, facts_of
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -43,7 +43,7 @@ class TrainingTask(abc.ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job = job
 
     @property
@@ -115,7 +115,7 @@ _TEXT_WINDOW, _TEXT_FEATURES, _TEXT_HIDDEN = 16, 8, 64
 class _Classified(TrainingTask):
     """Each worker has its part of the examples, by the split of the job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         super().__init__(job)
         self._train, self._labels = self._training()
         self._test = self._tests()
@@ -258,7 +258,7 @@ class Quadratic(TrainingTask):
 
     name = "quadratic"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         super().__init__(job)
         concentration = check_split(job.split)
         self._spread = 0.0 if concentration is None else 1 / (1 + concentration)
@@ -311,7 +311,7 @@ TASKS: dict[str, type[TrainingTask]] = {
 }
 
 
-def make_task(job: Job) -> TrainingTask:
+def make_task(job: TrainingJob) -> TrainingTask:
     """What the job trains; DataError where its data is not there, UsageError for a task that there is not."""
     facts_of(job.task)
     return TASKS[job.task](job)

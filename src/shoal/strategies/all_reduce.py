@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -23,16 +22,7 @@ from shoal.strategies.hooks import at_end_of_backward
 from shoal.strategies.options import AllReduceOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
-from shoal.tensors import (
-    ALIGNMENT_BYTES,
-    DEFAULT_BUCKET_BYTES,
-    DTYPES,
-    Allocate,
-    Bucket,
-    BucketLayout,
-    BucketSlot,
-    TensorSpec,
-)
+from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout, FlaggedBucket
 from shoal.tensors.memory import copy_into
 
 _GPU_BUCKET_MIB = 64.0
@@ -72,7 +62,7 @@ class GradientAllReduce(GradientStrategy):
     options: AllReduceOptions
 
     _round: GradientRound | None = None
-    _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
+    _copies: Sequence[tuple[FlaggedBucket, list[nn.Parameter]]] = ()
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
@@ -84,7 +74,7 @@ class GradientAllReduce(GradientStrategy):
         parameters = session.trainable
         if not self.shares_gradients:
             self._copies = [
-                (GroupBucket(layout, session.empty), layout.pick(parameters))
+                (FlaggedBucket(layout, session.empty), layout.pick(parameters))
                 for layout in BucketLayout.plan(parameters, max_bytes=DEFAULT_BUCKET_BYTES)
             ]
             return
@@ -186,17 +176,17 @@ class GradientRound:
         self._is_on_device = session.device.type != "cpu"
         self._number = 0
         self._num_started = 0
-        self._buckets = [GroupBucket(layout, session.empty) for layout in layouts]
+        self._buckets = [_GradientBucket(layout, session.empty) for layout in layouts]
         self._monitors = session.strategy.gradient_monitors
         self._squares = [
-            GroupBucket(layout, session.empty) for layout in layouts if self._monitors is not None
+            _GradientBucket(layout, session.empty) for layout in layouts if self._monitors is not None
         ]
         self._members = {
             bucket: layout.pick(session.trainable)
             for bucket, layout in zip(self._buckets, layouts, strict=True)
         }
         """The parameters of each bucket, in the order of its views."""
-        self._places: dict[torch.Tensor, tuple[GroupBucket, int]] = {
+        self._places: dict[torch.Tensor, tuple[_GradientBucket, int]] = {
             parameter: (bucket, number)
             for bucket, members in self._members.items()
             for number, parameter in enumerate(members)
@@ -280,7 +270,7 @@ class GradientRound:
             bucket.flags.fill_(1)
             self._start(bucket)
 
-    def _start(self, bucket: GroupBucket) -> None:
+    def _start(self, bucket: _GradientBucket) -> None:
         if self._squares:
             square = self._squares[self._num_started]
             torch.mul(bucket.memory, bucket.memory, out=square.memory)
@@ -350,25 +340,13 @@ class GradientRound:
         return without
 
 
-class GroupBucket:
-    """Flat memory of the group with views for some tensors and, at its end, a flag for each of them."""
+class _GradientBucket(FlaggedBucket):
+    """A bucket in memory of the group, of whose reductions one round after another keeps count."""
 
-    handle: Handle[torch.Tensor] | None
+    num_missing = 0
+    """Gradients that have not come in this round."""
+    handle: Handle[torch.Tensor] | None = None
     """Of the reduction under way."""
-
-    def __init__(self, layout: BucketLayout, allocate: Allocate) -> None:
-        self.num_missing = 0
-        self.handle = None
-        dtype = DTYPES[layout.dtype]
-        real = dtype.to_real()
-        flags = BucketSlot(-1, TensorSpec(layout.dtype, (len(layout.slots),)), layout.size_bytes)
-        layout = msgspec.structs.replace(
-            layout, slots=(*layout.slots, flags), size_bytes=flagged_bytes(layout)
-        )
-        self.memory = allocate(layout.size_bytes // real.itemsize, real)
-        bucket = Bucket(layout, memory=self.memory)
-        *self.views, self.flags = bucket.views
-        self._ones = torch.ones_like(self.flags)
 
     def take(self, number: int, parameter: torch.Tensor) -> None:
         """Copies a parameter's gradient in, unless it is there already; `.grad` becomes the view."""
@@ -379,20 +357,3 @@ class GroupBucket:
             gradient = gradient.to_dense()
         copy_into(view, gradient.detach() if gradient.requires_grad else gradient)
         parameter.grad = view
-
-    def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Copies all gradients by one operation of a device, and sets all flags; False if one is missing."""
-        given = []
-        for gradient, view in zip(gradients, self.views, strict=True):
-            if gradient is None or gradient is view or gradient.layout is not torch.strided:
-                return False
-            given.append(gradient.detach() if gradient.requires_grad else gradient)
-        # not documented, but torch's optimizers write all their parameters by such operations
-        torch._foreach_copy_([*self.views, self.flags], [*given, self._ones])
-        return True
-
-
-def flagged_bytes(layout: BucketLayout) -> int:
-    """The size of a bucket that has a flag for each of its tensors at its end."""
-    flags_bytes = len(layout.slots) * DTYPES[layout.dtype].itemsize
-    return layout.size_bytes - (-flags_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -7,45 +7,17 @@ that all members get equal bits; what a codec loses is left to `ErrorFeedback`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shoal.group import Group, Handle
 from shoal.group.functions import Continued, start_copy, start_mean
-from shoal.tensors import Bucket, BucketLayout, local_part
+from shoal.tensors import local_part
+from shoal.tensors.buckets import packed, packed_on_devices
 from shoal.tensors.codecs import Codec, ErrorFeedback, codec_from_name, decode
 from shoal.tensors.codecs.formats import from_bytes, to_bytes
-
-PACK_BYTES = 64 * 2**20
-"""Of one operation: few of them, and little memory beside the model."""
-
-
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a complex tensor as a real one with one dimension more; gives others as they are."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def packed(
-    tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
-) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
-    """Copies the tensors into a few buckets of private memory, each with the tensors that it copies.
-
-    Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
-    """
-    tensors = list(map(as_real, tensors))
-    for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
-        bucket = Bucket(layout, device=device)
-        members = layout.pick(tensors)
-        bucket.load(members)
-        yield bucket, members
-
-
-def packed_on_devices(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
-    """Packs tensors of each device together, in memory of that device: a GPU is not waited for."""
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        yield from packed([tensor for tensor in tensors if tensor.device == device], device)
 
 
 def average(group: Group, tensors: Sequence[torch.Tensor]) -> None:

@@ -32,9 +32,9 @@ from shoal.data.course import merge
 from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import generator_states, set_generators
 from shoal.group import Group, share
+from shoal.group.states import agree, on_first, take_state
 from shoal.strategies.averaging import has_mean, own_model
 from shoal.strategies.session import still_there
-from shoal.strategies.start import take_state
 from shoal.tensors.checkpoint import (
     NUM_KEPT,
     Checkpoint,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Loaders = Sequence[ShardedLoader[Any]]
-Fail = Callable[[str], CheckpointError]
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class RunCheckpoints:
             return _seal(session, staging, contents, parts, step, num_kept).name
 
         try:
-            said = _agree(group, lambda: _write_part(group, staging, contents, step), fail)
+            said = agree(group, lambda: _write_part(group, staging, contents, step), fail)
             parts = msgspec.convert(said, dict[int, _Part])
             return folder / str(on_first(group, first, seal, fail))
         except BaseException:
@@ -347,30 +346,6 @@ def _seal(
     return writer.seal(session.strategy.name, step, num_workers=group.size, files=files, num_kept=num_kept)
 
 
-def _agree(group: Group, act: Callable[[], Any], fail: Fail = CheckpointError) -> dict[int, Any]:
-    """Acts, and returns what that gives on each member, by rank; where one fails, all raise."""
-    value, problem = None, ""
-    try:
-        value = act()
-    except ShoalError as error:
-        problem = error.what
-    except OSError as error:
-        problem = f"{error.strerror or error}"
-    said = {rank: theirs for rank, *theirs in share(group, [group.rank, value, problem])}
-    for rank, (_, trouble) in said.items():
-        if trouble:
-            raise fail(f"{trouble} (rank {rank})")
-    return {rank: theirs for rank, (theirs, _) in said.items()}
-
-
-def on_first(group: Group, first: int, act: Callable[[], Any], fail: Fail = CheckpointError) -> Any:
-    """Acts on the first member alone, and returns on all what that gives; where it fails, all raise."""
-    said = _agree(group, lambda: act() if group.rank == first else None, fail)
-    if first not in said:
-        raise fail(f"rank {first} was lost")
-    return said[first]
-
-
 def _failed(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"No checkpoint could be saved in {folder}: {why}.",
@@ -396,7 +371,7 @@ def _choose(group: Group, folder: Path, strategy: str) -> tuple[Path, bool] | No
         path = folder / name
         newest = newest or path
         try:
-            has_own = _agree(group, functools.partial(_has_own_part, group, path, strategy))
+            has_own = agree(group, functools.partial(_has_own_part, group, path, strategy))
         except CheckpointError as error:
             if group.rank == 0:
                 log.warning("%s All workers leave it out.", error.what)

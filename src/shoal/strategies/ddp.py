@@ -10,11 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +21,8 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group, GroupWrapper, share
-from shoal.group.cluster.collectives import destroy_world, is_world_open
+from shoal.group import Group
+from shoal.group.torch_world import open_process_group
 from shoal.strategies.all_reduce import GradientStrategy
 from shoal.strategies.options import DDPOptions
 from shoal.strategies.session import TrainingSession
@@ -169,46 +165,3 @@ def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> 
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **settings,
     )
-
-
-def open_process_group(group: Group, device: torch.device, stack: contextlib.ExitStack) -> None:
-    """Use torch.distributed as the user has set it up, or set it up until the stack closes. Collective."""
-    backend = _backend(group, device)  # which may bring it up: the group may be one of torch.distributed's
-    if is_world_open(group.rank, group.size):
-        return
-    with contextlib.ExitStack() as until_met:
-        # gloo connects at once, NCCL with the first operation
-        store = (stack if backend == "nccl" else until_met).enter_context(_store(group))
-        dist.init_process_group(backend, store=store, world_size=group.size, rank=group.rank)
-        stack.callback(destroy_world)
-        group.barrier().wait()
-
-
-def _backend(group: Group, device: torch.device) -> str:
-    """NCCL refuses workers that share a GPU. Collective."""
-    is_gpu = device.type == "cuda" and dist.is_nccl_available()
-    if is_gpu:
-        torch.cuda.set_device(device)
-    own = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-    gpus = share(group, own)
-    return "nccl" if all(gpus) and len({*gpus}) == group.size else "gloo"
-
-
-@contextlib.contextmanager
-def _store(group: Group) -> Iterator[Any]:
-    """Where torch's workers find each other: the group's own store over machines, else a file."""
-    inner = group
-    while isinstance(inner, GroupWrapper):
-        inner = inner.inner
-    common = getattr(inner, "torch_store", None)
-    if common is not None:
-        name = share(group, secrets.token_hex(8))[0]
-        yield dist.PrefixStore(f"ddp-{name}", common)  # type: ignore[attr-defined]
-        return
-    folder = Path(tempfile.mkdtemp(prefix="shoal-ddp-")) if group.rank == 0 else None
-    try:
-        path = next(path for path in share(group, str(folder) if folder else "") if path)
-        yield dist.FileStore(f"{path}/store", group.size)  # type: ignore[attr-defined]
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ import torch
 
 from shoal.group import Group
 from shoal.group.functions import start_mean
-from shoal.strategies.averaging import as_real, packed
+from shoal.tensors.buckets import as_real, packed
 
 EMA = 0.9
 """What is kept of the old value at each step."""

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from shoal.core.errors import UsageError
-from shoal.strategies.all_reduce import GroupBucket
 from shoal.strategies.local_sgd import SteppedParameters
 from shoal.strategies.neighbor import ExchangeStrategy
 from shoal.strategies.options import MomentumOptions
 from shoal.strategies.session import TrainingSession
-from shoal.tensors import BucketLayout
+from shoal.tensors import BucketLayout, FlaggedBucket
 from shoal.topology import Weights
 
 
@@ -57,7 +56,7 @@ class NeighborMomentum(ExchangeStrategy):
         self._stepped = SteppedParameters()
         self._buckets = []
         for layout in BucketLayout.plan(session.trainable, max_bytes=sys.maxsize):
-            own, mixed = (GroupBucket(layout, session.empty) for _ in range(2))
+            own, mixed = (FlaggedBucket(layout, session.empty) for _ in range(2))
             self._buckets.append(_MomentumBuckets(layout.pick(session.trainable), own, mixed))
 
     def after_step(self, session: TrainingSession) -> None:
@@ -119,8 +118,8 @@ class _MomentumBuckets:
     """
 
     parameters: Sequence[nn.Parameter]
-    own: GroupBucket
-    mixed: GroupBucket
+    own: FlaggedBucket
+    mixed: FlaggedBucket
 
     def load(self, momenta: Sequence[torch.Tensor | None]) -> None:
         """Fill what is sent."""

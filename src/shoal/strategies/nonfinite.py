@@ -25,8 +25,8 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
-from shoal.strategies.averaging import as_real
 from shoal.tensors import local_part
+from shoal.tensors.buckets import as_real
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession

@@ -29,19 +29,20 @@ from shoal.group import Group, Handle, Window, next_number, share
 from shoal.group.elastic import elastic_of
 from shoal.group.functions import others
 from shoal.group.opening import has_failed
+from shoal.group.replicas import ShardReplicas, lost_mate
 from shoal.group.solo import SoloGroup
+from shoal.group.states import take_values
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.nonfinite import FiniteCheck
-from shoal.strategies.shards import ShardReplicas, lost_mate, refuse_unsupported
 from shoal.strategies.start import (
     refuse_foreign,
+    refuse_sharded,
     require_equal,
     require_same_count,
     start_optimizers,
-    take_values,
 )
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
@@ -359,7 +360,7 @@ class TrainingSession:
             self.take_up()
         else:
             if self.is_sharded:  # it shares with those alone that hold the same parts of the model
-                refuse_unsupported(self)
+                refuse_sharded(self)
                 require_equal(self.group, self.named_tensors)
                 sharded = list(filter(is_sharded, self.named_tensors.values()))
                 self.group = ShardReplicas.find(self.group, sharded)

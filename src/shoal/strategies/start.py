@@ -4,7 +4,8 @@ What already shares the model among the same workers is refused. Two that averag
 other's work: under DDP the workers of `local-sgd` never differ, and the loss looks plausible. Certain signs
 are a wrapper of torch's (DistributedDataParallel, FSDP) around the model or around a module that shares its
 parameters, an FSDP mesh, and Accelerate with several processes. A default process group alone is no sign:
-programs open one to log, and Shoal computes by it.
+programs open one to log, and Shoal computes by it. Models that FSDP2 shards inside each machine are another
+thing (`group.replicas`): a few strategies and options train them.
 
 Optimizers are built alike on all members, or take what rank 0 has, where that is further on: so a checkpoint
 that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the optimizer, which
@@ -17,7 +18,7 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,9 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
-from shoal.strategies.averaging import packed
+from shoal.group.states import take_state
 from shoal.tensors import is_sharded
-from shoal.tensors.checkpoint import SentState, is_scalar, rebuild, scalar
+from shoal.tensors.checkpoint import is_scalar, scalar
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession
@@ -103,30 +104,33 @@ def _refusal(what: str, group: Group) -> UsageError:
     )
 
 
-def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Copies the values of `root` into equal tensors; of DTensors its part. Collective."""
-    for bucket, mine in packed([tensor.detach() for tensor in tensors]):
-        group.broadcast(bucket.flat.view(torch.uint8), root).wait()
-        if group.rank != root:
-            bucket.store(mine)
-
-
-def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
-    """Gives all members the state that `make` returns on `root`, where alone it is called.
-
-    A state has numbers, texts, tensors, lists and dicts. Collective; UsageError on all when it has others.
-    """
-    sent, tensors = SentState.of(make) if group.rank == root else (SentState(), {})
-    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], SentState)
-    if sent.problem:
+def refuse_sharded(session: TrainingSession) -> None:
+    """UsageError for what a sharded model cannot be trained with."""
+    strategy, options = session.strategy, session.options
+    if not strategy.trains_shards:
         raise UsageError(
-            f"what rank {root} has cannot be given to the others: {sent.problem}",
-            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
+            f"{strategy.name} does not train models that are sharded by FSDP2; diloco and local-sgd do.",
+            next_step="take --strategy diloco or local-sgd, or attach a model that is not sharded.",
         )
-    if group.rank != root:
-        tensors = sent.room()
-    take_values(group, list(tensors.values()), root)
-    return rebuild(sent.plain, tensors)
+    whole = [name for name, tensor in session.named_parameters.items() if not is_sharded(tensor)]
+    if whole:
+        raise UsageError(
+            f"{whole[0]} is not sharded, and other parameters are: the workers of a machine would train it "
+            "apart from each other.",
+            next_step="call fully_shard on the whole model, too, and make the optimizer after that.",
+        )
+    refused = {
+        "monitor": options.monitor,
+        "should_broadcast_buffers": options.should_broadcast_buffers,
+        "on_nonfinite=skip": options.on_nonfinite == "skip",
+    }
+    for option, is_asked in refused.items():
+        if is_asked:
+            raise UsageError(
+                f"{option} does not work with a model that is sharded by FSDP2.",
+                cause="a worker sees its own shard of the gradients, or its own buffers.",
+                next_step="leave the option out; on_nonfinite=stop works.",
+            )
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

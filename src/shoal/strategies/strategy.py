@@ -22,6 +22,7 @@ from shoal.core.errors import UsageError
 from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
+from shoal.group.replicas import ShardReplicas
 from shoal.group.solo import SoloGroup
 from shoal.strategies.averaging import common_model, consensus_distance
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
@@ -29,7 +30,6 @@ from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.registry import warn_of_ignored_flags
 from shoal.strategies.session import TrainingSession, still_there
-from shoal.strategies.shards import ShardReplicas
 from shoal.strategies.status import StatusReporter
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT, can_be_kept, kept_state, restored

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shoal.core import PeerLost
-from shoal.group import Group, Handle, Slot, Window
+from shoal.group import Group, Handle, Window, WindowSlot
 from shoal.group.functions import start_mean
 from shoal.group.kernels import mix_into
 from shoal.strategies.options import PushSumOptions, WindowOptions
@@ -130,7 +130,7 @@ class OneSidedStrategy(Strategy):
         self._is_begun = False
         self.end_round(session)
 
-    def _slots(self, stack: contextlib.ExitStack, sources: Iterable[int]) -> dict[int, list[Slot]]:
+    def _slots(self, stack: contextlib.ExitStack, sources: Iterable[int]) -> dict[int, list[WindowSlot]]:
         """The slots of some sources, one for each window, held until the stack closes; only full ones."""
         held = {}
         for source in sources:

@@ -1,6 +1,6 @@
 """What travels and where it lives: wire specs, flat buckets, and codecs with error feedback."""
 
-from shoal.tensors.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketLayout, BucketSlot
+from shoal.tensors.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketLayout, BucketSlot, FlaggedBucket
 from shoal.tensors.codecs import (
     CODECS,
     BFloat16,
@@ -47,6 +47,7 @@ __all__ = [
     "Encoded",
     "EncodedMeta",
     "ErrorFeedback",
+    "FlaggedBucket",
     "Flat",
     "Float16",
     "Int8",

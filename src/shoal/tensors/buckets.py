@@ -12,7 +12,7 @@ the largest part of all workers, so that buckets are equally long where dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Large enough that the cost of one exchange hardly counts, small enough to overlap with backward."""
+
+
+PACK_BYTES = 64 * 2**20
+"""Of one operation on many tensors: few operations, and little memory beside the model."""
 
 
 class BucketSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +62,12 @@ class BucketLayout(msgspec.Struct, frozen=True, array_like=True):
     def pick(self, sequence: Sequence[T]) -> list[T]:
         """The bucket's members, in slot order, of a sequence parallel to the planned one."""
         return [sequence[slot.index] for slot in self.slots]
+
+    def with_flags(self) -> BucketLayout:
+        """Gives the layout that also has a flag for each of its tensors, at its end."""
+        slot = BucketSlot(-1, TensorSpec(self.dtype, (len(self.slots),)), self.size_bytes)
+        end_bytes = self.size_bytes + _aligned(size_bytes(slot.spec))
+        return BucketLayout(self.dtype, (*self.slots, slot), end_bytes)
 
     @staticmethod
     def plan(
@@ -174,6 +184,56 @@ class Bucket:
                     next_step="give the tensors in the order of layout.indices; layout.pick(…) does",
                 )
         return tensors
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a complex tensor as a real one with one dimension more; gives others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def packed(
+    tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Copies the tensors into a few buckets of private memory, each with the tensors that it copies.
+
+    Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
+    """
+    tensors = list(map(as_real, tensors))
+    for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
+        bucket = Bucket(layout, device=device)
+        members = layout.pick(tensors)
+        bucket.load(members)
+        yield bucket, members
+
+
+def packed_on_devices(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Packs tensors of each device together, in memory of that device: a GPU is not waited for."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        yield from packed([tensor for tensor in tensors if tensor.device == device], device)
+
+
+class FlaggedBucket:
+    """Flat memory that somebody allocates, with views for some tensors and, at its end, a flag for each.
+
+    The flags are of the tensors' dtype, so that a reduction of all tells how many members had which tensor.
+    """
+
+    def __init__(self, layout: BucketLayout, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        layout, real = layout.with_flags(), dtype_named(layout.dtype).to_real()
+        self.memory = allocate(layout.size_bytes // real.itemsize, real)
+        *self.views, self.flags = Bucket(layout, memory=self.memory).views
+        self._ones = torch.ones_like(self.flags)
+
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Copies all tensors by one operation of a device, and sets all flags; False if one is missing."""
+        given = []
+        for tensor, view in zip(tensors, self.views, strict=True):
+            if tensor is None or tensor is view or tensor.layout is not torch.strided:
+                return False
+            given.append(tensor.detach() if tensor.requires_grad else tensor)
+        # not documented, but torch's optimizers write all their parameters by such operations
+        torch._foreach_copy_([*self.views, self.flags], [*given, self._ones])
+        return True
 
 
 def _aligned(size: int) -> int:

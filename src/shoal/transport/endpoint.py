@@ -10,7 +10,7 @@ from shoal.core import Address, LoopThread, PeerId, UsageError
 from shoal.transport import introductions
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
-from shoal.transport.messages import Answers, Routes
+from shoal.transport.messages import Answers, MethodTable
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
@@ -36,7 +36,7 @@ class Endpoint(Answers):
     ) -> None:
         self.membership = membership
         self.network = network or SocketNetwork()
-        self.routes = Routes()
+        self.routes = MethodTable()
         self.limits = limits or Limits()
         self.streams = StreamTransport(
             membership=membership,

@@ -43,7 +43,7 @@ _REFUSALS = (PeerRefused, LimitExceeded, TensorError, UsageError)
 _MAX_TEXT = 2000  # characters of one sentence: an error must fit where a head fits
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is for.
 
     A new kind needs how its head is read (`_DECODERS`), how large its body may be (`_BODY_LIMITS` in
@@ -136,17 +136,17 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 _decode_any = msgspec.msgpack.Decoder().decode
 
-_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
-    Kind.HELLO: msgspec.msgpack.Decoder(HelloHead),
-    Kind.REQUEST: msgspec.msgpack.Decoder(RequestHead),
-    Kind.REPLY: msgspec.msgpack.Decoder(MessageHead),
-    Kind.ERROR: msgspec.msgpack.Decoder(ErrorHead),
-    Kind.GRANT: msgspec.msgpack.Decoder(GrantHead),
-    Kind.ITEM: msgspec.msgpack.Decoder(MessageHead),
-    Kind.WINDOW: msgspec.msgpack.Decoder(WindowHead),
-    Kind.GOODBYE: msgspec.msgpack.Decoder(GoodbyeHead),
+_DECODERS: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {
+    FrameKind.HELLO: msgspec.msgpack.Decoder(HelloHead),
+    FrameKind.REQUEST: msgspec.msgpack.Decoder(RequestHead),
+    FrameKind.REPLY: msgspec.msgpack.Decoder(MessageHead),
+    FrameKind.ERROR: msgspec.msgpack.Decoder(ErrorHead),
+    FrameKind.GRANT: msgspec.msgpack.Decoder(GrantHead),
+    FrameKind.ITEM: msgspec.msgpack.Decoder(MessageHead),
+    FrameKind.WINDOW: msgspec.msgpack.Decoder(WindowHead),
+    FrameKind.GOODBYE: msgspec.msgpack.Decoder(GoodbyeHead),
 }
-DECODERS = tuple(_DECODERS.get(Kind(number)) if number else None for number in range(len(Kind) + 1))
+DECODERS = tuple(_DECODERS.get(FrameKind(number)) if number else None for number in range(len(FrameKind) + 1))
 """How the head of a frame of each kind's number is read; None for kinds that have no head."""
 
 
@@ -155,7 +155,7 @@ def decode_payload(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any] | Non
     return _decode_any(raw) if decoder is None else decoder.decode(raw)
 
 
-def frame(kind: Kind, call_id: int, head: bytes = b"", body_bytes: int = 0) -> bytes:
+def frame(kind: FrameKind, call_id: int, head: bytes = b"", body_bytes: int = 0) -> bytes:
     """Header and head of a frame whose body, if any, the caller sends after it."""
     return HEADER.pack(MAGIC, VERSION, kind, len(head), call_id, body_bytes) + head
 

@@ -67,7 +67,7 @@ class Caller(msgspec.Struct, frozen=True):
     """Over which of `WAYS` it asks, as far as it knows."""
 
 
-class About(msgspec.Struct, frozen=True):
+class Introduction(msgspec.Struct, frozen=True):
     """Who answers, and how the caller looks from there."""
 
     software: _Text
@@ -125,7 +125,7 @@ class Introductions:
         way = f" over {caller.way.upper()}" if caller.way in WAYS else ""
         log.info("%s asks who is here%s%s", head.peer, way, visible_line(software))
         return Reply(
-            About(
+            Introduction(
                 software=__version__,
                 protocol=VERSION,
                 peer_id=str(endpoint.peer_id or ""),
@@ -207,10 +207,10 @@ def _take_bulk(head: Head) -> list[bytearray]:
 # --- asking ---
 
 
-async def ask_about(transport: Any, peer: Peer | Address, way: Way, deadline: Deadline) -> About:
+async def ask_about(transport: Any, peer: Peer | Address, way: Way, deadline: Deadline) -> Introduction:
     """Ask a peer who it is."""
     reply = await transport.call(peer, ABOUT, Caller(__version__, way), deadline=deadline)
-    return read_answer(reply, About, ABOUT)
+    return read_answer(reply, Introduction, ABOUT)
 
 
 def read_answer(reply: Reply, kind: type[T], method: str) -> T:

@@ -100,7 +100,7 @@ class Channel(Protocol):
 class Answers(Protocol):
     """What has methods that others call. Handlers are set before it listens."""
 
-    routes: Routes
+    routes: MethodTable
 
     def handle(
         self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
@@ -169,7 +169,7 @@ class Route:
     is_plain_function: bool
 
 
-class Routes:
+class MethodTable:
     """The methods of one peer, and which handler answers each."""
 
     def __init__(self) -> None:

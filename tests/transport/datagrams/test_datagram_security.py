@@ -16,7 +16,7 @@ from shoal.transport.datagrams.wire import (
     PREFIX,
     SEALED,
     Hello,
-    Kind,
+    PacketKind,
     Welcome,
     encode_frames,
     encode_request,
@@ -61,7 +61,7 @@ class Scene:
 
     def data_packets(self, source="client"):
         target = "server" if source == "client" else "client"
-        return [packet for packet in self.air.between(source, target) if packet[3] == Kind.DATA]
+        return [packet for packet in self.air.between(source, target) if packet[3] == PacketKind.DATA]
 
     def answers_to(self, name):
         return self.air.between("server", name)
@@ -163,7 +163,9 @@ def test_a_replayed_answer_is_refused(caplog):
 def test_a_replayed_hello_disturbs_no_session_and_proves_no_address(caplog):
     async def check(scene):
         await scene.still_works()
-        (hello,) = [packet for packet in scene.air.between("client", "server") if packet[3] != Kind.DATA]
+        (hello,) = [
+            packet for packet in scene.air.between("client", "server") if packet[3] != PacketKind.DATA
+        ]
         for number in range(20):
             await scene.inject(hello, ("evil", number + 1))
         assert scene.answers_to("evil") == []
@@ -238,7 +240,7 @@ def test_a_member_cannot_speak_for_another(caplog):
         mallory._public_key = scene.client._membership.identity.public_key.public_bytes_raw()
         hello = Hello(b"s" * 16, mallory.ephemeral, b"session1", b"", scene.server.clock.wall_s())
         for _ in range(3):
-            await scene.inject(mallory.write(Kind.HELLO, hello))
+            await scene.inject(mallory.write(PacketKind.HELLO, hello))
         assert scene.answers_to("evil") == []
         # nor with keys that it can derive from the secret and what it has seen
         packet = scene.data_packets()[-1]
@@ -373,12 +375,12 @@ def test_what_another_member_says_of_a_session_is_worth_nothing():
                 scene.air.deliver(EVIL, (third.host, third.port), packet)
             await asyncio.sleep(0.1)
         answers = scene.air.between("third", "evil")
-        assert [answer[3] for answer in answers] == [Kind.UNKNOWN]
+        assert [answer[3] for answer in answers] == [PacketKind.UNKNOWN]
         for answer in answers:
             scene.air.deliver(scene.where, client, answer)
         await asyncio.sleep(0.1)
         await scene.still_works()
-        hellos = [packet for packet in scene.air.between("client", "server") if packet[3] != Kind.DATA]
+        hellos = [packet for packet in scene.air.between("client", "server") if packet[3] != PacketKind.DATA]
         assert len(hellos) == 1
 
     stage(check)
@@ -399,7 +401,7 @@ def test_a_welcome_that_does_not_follow_the_protocol_harms_only_its_own_calls(ca
                 fields = {"salt": b"t" * 16, "session_id": b"session2", "token": b"token678"} | changes
                 hello = mallory.open(data).body
                 answer = Welcome(hello.salt, ephemeral=mallory.ephemeral, max_calls=9, **fields)
-                scene.air.send(where, addr, mallory.write(Kind.WELCOME, answer))
+                scene.air.send(where, addr, mallory.write(PacketKind.WELCOME, answer))
 
         await scene.air.host("mallory").open_datagrams(Address(*where), _connected(Welcomer()))
         calls = [scene.client.call(Address(*where), "echo", 1, deadline=soon(2))]
@@ -468,7 +470,7 @@ def test_stale_hellos_cost_no_check_of_a_signature_and_few_an_answer(monkeypatch
         for number in range(300):
             salt = number.to_bytes(16)
             hello = Hello(salt, codec.ephemeral, b"session1", b"", air_wall(scene) - 3600)
-            scene.air.deliver(EVIL, scene.where, codec.write(Kind.HELLO, hello))
+            scene.air.deliver(EVIL, scene.where, codec.write(PacketKind.HELLO, hello))
         await asyncio.sleep(0.1)
         assert checked == []
         assert 1 <= len(scene.answers_to("evil")) <= 100
@@ -488,9 +490,9 @@ def test_a_flood_from_unproven_addresses(caplog, is_sealed):
         for number in range(3000):
             where = (f"victim{number % 7}", 1 + number % 50)
             hello = Hello(source.randbytes(16), codec.ephemeral, source.randbytes(8), b"", air_wall(scene))
-            genuine = codec.write(Kind.HELLO, hello) if number % 10 == 0 else b""
-            stray = PREFIX + bytes([Kind.DATA]) + source.randbytes(60 + number % 500)
-            junk = PREFIX + bytes([Kind.HELLO | SEALED]) + source.randbytes(HELLO_BYTES)
+            genuine = codec.write(PacketKind.HELLO, hello) if number % 10 == 0 else b""
+            stray = PREFIX + bytes([PacketKind.DATA]) + source.randbytes(60 + number % 500)
+            junk = PREFIX + bytes([PacketKind.HELLO | SEALED]) + source.randbytes(HELLO_BYTES)
             other = b"\xf0D\x07" + source.randbytes(100)
             packets = (genuine, stray, junk, other, source.randbytes(number % 1300))
             flood += [(where, packet) for packet in packets if packet]
@@ -524,10 +526,10 @@ def test_a_session_whose_address_is_not_proven_runs_no_handler():
     async def check(scene):
         """Bare, where an attacker can make packets: it greets from its own address, asks from another."""
         air, codec = scene.air, scene.client.handshakes._codec
-        await scene.inject(codec.write(Kind.HELLO, Hello(b"s" * 16, b"", b"session1", b"", 0.0)))
+        await scene.inject(codec.write(PacketKind.HELLO, Hello(b"s" * 16, b"", b"session1", b"", 0.0)))
         (packet,) = scene.answers_to("evil")
         welcome = codec.open(packet).body
-        header = PREFIX + bytes([Kind.DATA]) + welcome.session_id
+        header = PREFIX + bytes([PacketKind.DATA]) + welcome.session_id
         request = encode_request(1, encode((0, "echo", 0, "x" * 500)))
         frames = [encode((4, welcome.token)), request]
         for number, frame in enumerate((frames[1:], frames, [encode((4, b"")), request]) * 5):
@@ -550,14 +552,14 @@ def test_an_outsider_cannot_end_a_session():
         await scene.still_works()
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
         packet = scene.data_packets()[-1]
-        unknown = PREFIX + bytes([Kind.UNKNOWN]) + packet[4:20]
+        unknown = PREFIX + bytes([PacketKind.UNKNOWN]) + packet[4:20]
         for forged in (unknown, unknown + bytes(28), unknown[:12] + (1).to_bytes(8, "little") + bytes(28)):
             scene.air.deliver(scene.where, client, forged)
-        other = PREFIX[:2] + b"\x09" + bytes([Kind.VERSION]) + packet[4:12]
+        other = PREFIX[:2] + b"\x09" + bytes([PacketKind.VERSION]) + packet[4:12]
         scene.air.deliver(scene.where, client, other)
         await asyncio.sleep(0.1)
         await scene.still_works()
-        hellos = [packet for packet in scene.air.between("client", "server") if packet[3] != Kind.DATA]
+        hellos = [packet for packet in scene.air.between("client", "server") if packet[3] != PacketKind.DATA]
         assert len(hellos) == 1
 
     stage(check)
@@ -568,7 +570,9 @@ def test_a_socket_that_only_asks_takes_no_hello():
         await scene.still_works()
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
         codec = scene.client.handshakes._codec
-        hello = codec.write(Kind.HELLO, Hello(b"s" * 16, codec.ephemeral, b"session1", b"", air_wall(scene)))
+        hello = codec.write(
+            PacketKind.HELLO, Hello(b"s" * 16, codec.ephemeral, b"session1", b"", air_wall(scene))
+        )
         scene.air.deliver(EVIL, client, hello)
         await asyncio.sleep(0.1)
         assert scene.air.between("client", "evil") == []

@@ -12,7 +12,7 @@ from shoal.transport.datagrams.wire import (
     MIN_PACKET_BYTES,
     SEALED,
     Hello,
-    Kind,
+    PacketKind,
     Refusal,
     UnreadablePacket,
     Welcome,
@@ -47,36 +47,36 @@ def read(codec, packet):
 
 def test_a_sealed_hello_tells_who_wrote_it():
     alice, bob = sealed(), sealed()
-    packet = alice.write(Kind.HELLO, hello_of(alice))
-    assert packet[3] == Kind.HELLO | SEALED
+    packet = alice.write(PacketKind.HELLO, hello_of(alice))
+    assert packet[3] == PacketKind.HELLO | SEALED
     assert len(packet) == HELLO_BYTES
     assert read(bob, packet) == (alice.peer_id, hello_of(alice))
 
 
 def test_a_bare_hello_tells_who_it_claims_to_be():
     peer_id = PeerId(bytes(range(20)))
-    packet = bare(peer_id).write(Kind.HELLO, hello_of(bare()))
+    packet = bare(peer_id).write(PacketKind.HELLO, hello_of(bare()))
     assert len(packet) == HELLO_BYTES
     assert read(bare(), packet)[0] == peer_id
-    assert read(bare(), bare().write(Kind.HELLO, hello_of(bare())))[0] is None
+    assert read(bare(), bare().write(PacketKind.HELLO, hello_of(bare())))[0] is None
 
 
 @pytest.mark.parametrize("codec", [sealed(), bare()])
 def test_answers_are_not_larger_than_a_hello(codec):
-    assert len(codec.write(Kind.WELCOME, welcome_of(codec))) <= HELLO_BYTES
-    assert len(codec.write(Kind.REFUSAL, Refusal(b"s" * 16, "x" * 110))) <= HELLO_BYTES
+    assert len(codec.write(PacketKind.WELCOME, welcome_of(codec))) <= HELLO_BYTES
+    assert len(codec.write(PacketKind.REFUSAL, Refusal(b"s" * 16, "x" * 110))) <= HELLO_BYTES
     assert len(codec.unknown(bytes(100))) <= MIN_PACKET_BYTES
 
 
 def test_another_secret_opens_nothing():
     alice = sealed()
     with pytest.raises(UnreadablePacket, match="another secret"):
-        sealed(OTHER).open(alice.write(Kind.HELLO, hello_of(alice)))
+        sealed(OTHER).open(alice.write(PacketKind.HELLO, hello_of(alice)))
 
 
 def test_a_greeting_cannot_be_changed_nor_used_as_another_kind():
     alice, bob = sealed(), sealed()
-    packet = alice.write(Kind.HELLO, hello_of(alice))
+    packet = alice.write(PacketKind.HELLO, hello_of(alice))
     for place in (3, 4, 20, -1):
         changed = bytearray(packet)
         changed[place] ^= 3
@@ -88,12 +88,12 @@ def test_a_member_cannot_sign_for_another():
     alice, mallory, bob = sealed(), sealed(), sealed()
     mallory._public_key = alice._public_key  # knows the secret, claims to be Alice
     with pytest.raises(UnreadablePacket, match="signature"):
-        read(bob, mallory.write(Kind.HELLO, hello_of(mallory)))
+        read(bob, mallory.write(PacketKind.HELLO, hello_of(mallory)))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc0", b"\xff" * 300, b"\x93\x01\x02\x03"])
 def test_nonsense_is_unreadable(content):
-    header = bare().write(Kind.HELLO, hello_of(bare()))[:16]
+    header = bare().write(PacketKind.HELLO, hello_of(bare()))[:16]
     with pytest.raises(UnreadablePacket):
         read(bare(), header + content)
 
@@ -101,7 +101,7 @@ def test_nonsense_is_unreadable(content):
 def test_a_claimed_id_of_the_wrong_length_is_refused():
     from shoal.transport.frames import encode
 
-    header = bare().write(Kind.HELLO, hello_of(bare()))[:16]
+    header = bare().write(PacketKind.HELLO, hello_of(bare()))[:16]
     with pytest.raises(UnreadablePacket, match="wrong length"):
         read(bare(), header + encode((b"short", b"", encode(hello_of(bare())))))
 

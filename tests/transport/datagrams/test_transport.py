@@ -23,7 +23,7 @@ from shoal.core import (
 )
 from shoal.transport import Limits, Reply, StreamTransport
 from shoal.transport.datagrams.transport import WINDOW, DatagramTransport
-from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, Kind
+from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, PacketKind
 from shoal.transport.frames import encode
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 from transport.lossy import Air, open_on, run_virtual
@@ -617,7 +617,7 @@ def test_a_peer_that_is_silent_for_long_is_greeted_again_by_new_calls():
                 await client.call(address, "echo", 1, deadline=soon())
             async with open_on(air, "server", port=7, handlers=probe.register):
                 # a flood takes all answers that strangers get
-                air.should_pass = lambda source, target, packet: packet[3] != Kind.UNKNOWN
+                air.should_pass = lambda source, target, packet: packet[3] != PacketKind.UNKNOWN
                 early = asyncio.ensure_future(client.call(address, "echo", 2, deadline=soon(40)))
                 await asyncio.sleep(25)
                 assert (await client.call(address, "echo", 3, deadline=soon(1))).payload == 3
@@ -905,7 +905,7 @@ def test_another_version_is_told_to_the_caller(caplog):
             air.send = other_version
             with pytest.raises(VersionMismatch, match=r"version of the datagram protocol \(8\)"):
                 await client.call(address, "echo", deadline=soon())
-            assert [packet[3] for packet in air.between("server", "client")] == [Kind.VERSION]
+            assert [packet[3] for packet in air.between("server", "client")] == [PacketKind.VERSION]
             assert client.num_sessions == 0
 
     run_virtual(check())

@@ -11,7 +11,7 @@ from shoal.transport.datagrams.wire import (
     PART_BYTES,
     PREFIX,
     TAG_BYTES,
-    Answer,
+    AnswerFrame,
     AnswerPart,
     Cancel,
     Failure,
@@ -80,7 +80,7 @@ def test_parts_make_up_the_answer():
     assert cut(4, answer[:-1] + b"y")[0] != cut(4, answer)[0]
     assert all(isinstance(part, AnswerPart) and len(part.data) <= PART_BYTES for part in parts)
     assert all(len(part) <= MAX_FRAME_BYTES for part in cut(2**63, answer))
-    assert isinstance(decode_answer(b"".join(part.data for part in parts)), Answer)
+    assert isinstance(decode_answer(b"".join(part.data for part in parts)), AnswerFrame)
 
 
 def test_an_answer_is_nothing_else():

@@ -25,7 +25,7 @@ from shoal.core import (
     UsageError,
     fork,
 )
-from shoal.transport.frames import ErrorHead, GoodbyeHead, Kind, Mode, encode, frame
+from shoal.transport.frames import ErrorHead, FrameKind, GoodbyeHead, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Reply
 from shoal.transport.streams.calls import ConnectionRetired
@@ -57,7 +57,7 @@ def errors(transport):
     return [
         msgspec.msgpack.decode(head, type=ErrorHead)
         for kind, _, head, _ in transport.frames()
-        if kind is Kind.ERROR
+        if kind is FrameKind.ERROR
     ]
 
 
@@ -72,7 +72,7 @@ def test_both_sides_greet_first(run):
             transport = FakeTransport(connection)
             connection.connection_made(transport)
             await turn()
-            assert transport.kinds() == [Kind.HELLO]
+            assert transport.kinds() == [FrameKind.HELLO]
             assert not connection.is_usable
             feed(connection, hello(bytes(range(20))))
             assert connection.is_usable
@@ -86,9 +86,9 @@ def test_both_sides_greet_first(run):
 BEFORE_HELLO = {
     "request": request(1, "echo"),
     "chunk": chunk(1, b"abc"),
-    "cancel": frame(Kind.CANCEL, 1),
+    "cancel": frame(FrameKind.CANCEL, 1),
     "id": hello(b"short"),
-    "head": header(Kind.HELLO, head_bytes=5000),
+    "head": header(FrameKind.HELLO, head_bytes=5000),
 }
 
 
@@ -99,7 +99,7 @@ def test_whoever_does_not_greet_is_cut_off(run, name):
         async with fake_connection(host, greet=False) as (connection, transport):
             feed(connection, BEFORE_HELLO[name])
             assert transport.is_closed
-            assert transport.kinds() == [Kind.GOODBYE]
+            assert transport.kinds() == [FrameKind.GOODBYE]
             assert len(host.complaints) == 1
             feed(connection, b"more of it" * 1000)  # what was on its way is swallowed
             assert len(host.complaints) == 1
@@ -174,8 +174,8 @@ def test_an_error_in_the_middle_of_an_answer_frees_the_memory_it_went_into(run):
         async with fake_connection(is_dialer=True) as (connection, _):
             into = bytearray(MIB)
             call = begin(connection, into=[into])
-            feed(connection, message(Kind.REPLY, call.id, sizes=[MIB]) + chunk(call.id, b"x" * 1000))
-            feed(connection, frame(Kind.ERROR, call.id, encode(["deadline", "too late", "", ""])))
+            feed(connection, message(FrameKind.REPLY, call.id, sizes=[MIB]) + chunk(call.id, b"x" * 1000))
+            feed(connection, frame(FrameKind.ERROR, call.id, encode(["deadline", "too late", "", ""])))
             with pytest.raises(DeadlineExceeded, match="too late"):
                 await call.answer
             connection.calling.end(call)
@@ -192,9 +192,9 @@ def test_a_second_answer_does_not_reach_memory_that_was_given_back(run):
         async with fake_connection(is_dialer=True) as (connection, transport):
             into = bytearray(MIB)
             call = begin(connection, into=[into])
-            feed(connection, message(Kind.REPLY, call.id, sizes=[MIB]) + chunk(call.id, b"x" * 1000))
+            feed(connection, message(FrameKind.REPLY, call.id, sizes=[MIB]) + chunk(call.id, b"x" * 1000))
             call.into = [bytearray(3)]
-            feed(connection, message(Kind.REPLY, call.id, sizes=[3], body=b"abc"))
+            feed(connection, message(FrameKind.REPLY, call.id, sizes=[3], body=b"abc"))
             assert transport.is_closed
             connection.connection_lost(None)
             with pytest.raises(PeerLost):
@@ -212,16 +212,16 @@ def test_an_answer_before_the_request_was_granted_lets_its_buffers_go(run, endin
             await turn(30)
             assert connection.outbox.body_of(call.id) is not None  # it waits for its grant
             if ending == "error":
-                feed(connection, frame(Kind.ERROR, call.id, encode(["refused", "no", "", ""])))
+                feed(connection, frame(FrameKind.ERROR, call.id, encode(["refused", "no", "", ""])))
                 with pytest.raises(PeerRefused):
                     await call.answer
             else:
-                feed(connection, message(Kind.REPLY, call.id, 7))
+                feed(connection, message(FrameKind.REPLY, call.id, 7))
                 assert (await call.answer).payload == 7
             connection.calling.end(call)
             assert connection.outbox.body_of(call.id) is None
             before = len(transport.frames())
-            feed(connection, frame(Kind.GRANT, call.id, encode([True])))
+            feed(connection, frame(FrameKind.GRANT, call.id, encode([True])))
             await turn(30)
             assert len(transport.frames()) == before
 
@@ -233,7 +233,7 @@ def test_a_grant_for_a_call_without_buffers_is_ignored(run, buffers):
     async def check():
         async with fake_connection(is_dialer=True) as (connection, _):
             call = begin(connection, buffers=buffers)
-            feed(connection, frame(Kind.GRANT, call.id, encode([True])) * 3)
+            feed(connection, frame(FrameKind.GRANT, call.id, encode([True])) * 3)
             assert connection.outbox.body_of(call.id) is None
             connection.calling.end(call)
 
@@ -246,13 +246,13 @@ def test_cancelling_at_every_stage_leaves_nothing(run):
             into = bytearray(MIB)
             stages = [
                 lambda call: None,
-                lambda call: feed(connection, frame(Kind.GRANT, call.id, encode([False]))),
-                lambda call: feed(connection, frame(Kind.GRANT, call.id, encode([True]))),
-                lambda call: feed(connection, message(Kind.REPLY, call.id, sizes=[MIB])),
+                lambda call: feed(connection, frame(FrameKind.GRANT, call.id, encode([False]))),
+                lambda call: feed(connection, frame(FrameKind.GRANT, call.id, encode([True]))),
+                lambda call: feed(connection, message(FrameKind.REPLY, call.id, sizes=[MIB])),
                 lambda call: feed(
                     connection,
-                    message(Kind.REPLY, call.id, sizes=[MIB])
-                    + header(Kind.CHUNK, 0, call.id, MIB)
+                    message(FrameKind.REPLY, call.id, sizes=[MIB])
+                    + header(FrameKind.CHUNK, 0, call.id, MIB)
                     + b"x" * 10,
                 ),
             ]
@@ -268,7 +268,7 @@ def test_cancelling_at_every_stage_leaves_nothing(run):
                 await turn(5)
                 assert len(connection.arrivals) == 0
                 assert connection.outbox.body_of(call.id) is None
-                assert transport.kinds()[-1] is Kind.CANCEL
+                assert transport.kinds()[-1] is FrameKind.CANCEL
             assert connection.num_open == 0
 
     run(check())
@@ -285,7 +285,7 @@ def test_the_answer_of_a_peer_that_lies(run):
         for sizes, error in lies.values():
             async with fake_connection(is_dialer=True) as (connection, transport):
                 call = begin(connection)
-                feed(connection, message(Kind.REPLY, call.id, sizes=sizes))
+                feed(connection, message(FrameKind.REPLY, call.id, sizes=sizes))
                 with pytest.raises(error):
                     await call.answer
                 connection.calling.end(call)
@@ -293,7 +293,7 @@ def test_the_answer_of_a_peer_that_lies(run):
         async with fake_connection(is_dialer=True) as (connection, transport):
             call = begin(connection)
             feed(
-                connection, frame(Kind.REPLY, call.id, b"\x92\x90\xa2\xff\xff")
+                connection, frame(FrameKind.REPLY, call.id, b"\x92\x90\xa2\xff\xff")
             )  # a payload that is not UTF-8
             with pytest.raises(ProtocolError, match="cannot be read"):
                 await call.answer
@@ -417,7 +417,7 @@ def test_handlers_that_return_nonsense_fail_alone(run, name, caplog):
             for number in range(7):
                 feed(connection, request(2 * number + 1, name))
                 await turn()
-            assert transport.kinds() == [Kind.ERROR] * 6 + [Kind.REPLY]
+            assert transport.kinds() == [FrameKind.ERROR] * 6 + [FrameKind.REPLY]
             assert connection.num_open == 0
 
     run(check())
@@ -511,11 +511,11 @@ def test_a_payload_that_cannot_be_read_is_refused(run):
             bad = [b"\xa2\xff\xff", b"\x91" * 5000, b"\x81\x80\x00", b"\xc1"]
             for number, payload in enumerate(bad):
                 head = b"\x95" + encode("serve") + b"\x00\x00\x90" + payload
-                feed(connection, frame(Kind.REQUEST, 2 * number + 1, head))
+                feed(connection, frame(FrameKind.REQUEST, 2 * number + 1, head))
                 if transport.is_closed:
                     break
             await turn()
-            assert transport.kinds()[0] is Kind.ERROR
+            assert transport.kinds()[0] is FrameKind.ERROR
 
     run(check())
 
@@ -535,7 +535,7 @@ def test_large_payloads_count_as_bytes_in_flight(run):
             assert [error.code for error in errors(transport)] == ["busy"] * 7
             assert connection.num_open == 3
             assert 900_000 <= host.budget.used_bytes <= 1_200_000
-            feed(connection, frame(Kind.CANCEL, 1))
+            feed(connection, frame(FrameKind.CANCEL, 1))
             assert host.budget.used_bytes <= 700_000
         assert host.budget.used_bytes == 0
 
@@ -555,7 +555,9 @@ def test_what_came_along_with_its_request_passes_those_who_wait(run):
             feed(connection, request(3, "serve", sizes=[MIB]))  # waits
             feed(connection, request(5, "serve", sizes=[5], body=b"small"))
             await turn(5)
-            replies = [(call_id, head) for kind, call_id, head, _ in transport.frames() if kind is Kind.REPLY]
+            replies = [
+                (call_id, head) for kind, call_id, head, _ in transport.frames() if kind is FrameKind.REPLY
+            ]
             assert [call_id for call_id, _ in replies] == [5]
         assert host.budget.used_bytes == 0
 
@@ -625,13 +627,13 @@ def test_an_item_larger_than_the_window_counts_as_bytes_in_flight(run):
             for call_id in (1, 3):
                 feed(connection, request(call_id, "talk", mode=Mode.CHANNEL))
                 await turn()
-                feed(connection, message(Kind.ITEM, call_id, sizes=[8 * MIB]))
+                feed(connection, message(FrameKind.ITEM, call_id, sizes=[8 * MIB]))
             await turn()
             assert host.budget.used_bytes > 8 * MIB
             assert host.budget.used_bytes <= 10 * MIB
             assert [error.code for error in errors(transport)] == ["busy"]
             assert len(connection.serving.calls) == 1
-            feed(connection, frame(Kind.CANCEL, 1))
+            feed(connection, frame(FrameKind.CANCEL, 1))
             await turn()
         assert host.budget.used_bytes == 0
 
@@ -646,7 +648,7 @@ def test_an_item_before_the_window_is_open_is_against_the_protocol(run):
             host.budget.try_take(8 * MIB)
             feed(connection, request(1, "talk", mode=Mode.CHANNEL))
             await turn()
-            feed(connection, message(Kind.ITEM, 1, sizes=[8 * MIB]))
+            feed(connection, message(FrameKind.ITEM, 1, sizes=[8 * MIB]))
             assert transport.is_closed
         host.budget.give_back(8 * MIB)
         assert host.budget.used_bytes == 0
@@ -658,9 +660,9 @@ def test_a_window_wider_than_the_budget_does_not_wait_forever(run):
     async def check():
         limits = Limits(max_message_bytes=MIB, max_bytes_in_flight=MIB, channel_window_bytes=8 * MIB)
         async with fake_connection(channel_host(limits)) as (connection, transport):
-            feed(connection, request(1, "talk", mode=Mode.CHANNEL) + frame(Kind.END, 1))
+            feed(connection, request(1, "talk", mode=Mode.CHANNEL) + frame(FrameKind.END, 1))
             await turn()
-            assert Kind.WINDOW in transport.kinds()
+            assert FrameKind.WINDOW in transport.kinds()
 
     run(check())
 
@@ -677,7 +679,7 @@ def test_a_sender_waits_for_the_socket_however_wide_the_window(run):
         async with fake_connection(channel_host(serve=pour)) as (connection, transport):
             transport.is_stuck = True
             feed(connection, request(1, "talk", mode=Mode.CHANNEL))
-            feed(connection, frame(Kind.WINDOW, 1, encode([2**62])))
+            feed(connection, frame(FrameKind.WINDOW, 1, encode([2**62])))
             for _ in range(50):
                 await turn()
             assert len(sent) < 100
@@ -704,13 +706,13 @@ def test_an_item_that_was_cancelled_halfway_ends_its_channel_only(run, size):
             feed(connection, request(1, "talk", mode=Mode.CHANNEL))
             await turn()
             transport.is_stuck = True
-            feed(connection, frame(Kind.WINDOW, 1, encode([16 * MIB])) + message(Kind.ITEM, 1))
+            feed(connection, frame(FrameKind.WINDOW, 1, encode([16 * MIB])) + message(FrameKind.ITEM, 1))
             await done.wait()
             await turn()
             transport.drain()
             await turn()
             assert [error.code for error in errors(transport)] == ["refused"]
-            assert Kind.REPLY not in transport.kinds()
+            assert FrameKind.REPLY not in transport.kinds()
             assert connection.outbox.body_of(1) is None
 
     run(check())
@@ -748,9 +750,9 @@ def test_a_hello_that_never_comes(run):
 @pytest.mark.parametrize(
     "beginning",
     [
-        header(Kind.REQUEST, 1000, 1)[:5],
+        header(FrameKind.REQUEST, 1000, 1)[:5],
         request(1, "echo")[:-1],
-        header(Kind.CHUNK, 0, 99, 4 * MIB),
+        header(FrameKind.CHUNK, 0, 99, 4 * MIB),
     ],
     ids=["header", "head", "chunk"],
 )
@@ -773,7 +775,7 @@ def test_a_frame_that_stops_arriving(run, beginning):
 def test_a_slow_frame_is_not_a_stalled_one(run):
     async def check():
         async with fake_connection() as (connection, transport):
-            feed(connection, header(Kind.CHUNK, 0, 99, 4 * MIB))
+            feed(connection, header(FrameKind.CHUNK, 0, 99, 4 * MIB))
             tick = ticking(connection)
             for _ in range(300):
                 feed(connection, bytes(5000))
@@ -799,11 +801,11 @@ def test_a_frame_that_begins_is_not_the_one_before_it(run):
         async with fake_connection() as (connection, transport):
             tick = ticking(connection)
             for _ in range(20):
-                feed(connection, header(Kind.CHUNK, 0, 99, 100) + bytes(99))
+                feed(connection, header(FrameKind.CHUNK, 0, 99, 100) + bytes(99))
                 tick(6)
                 assert not transport.is_closed
                 feed(connection, bytes(1))
-            feed(connection, header(Kind.CHUNK, 0, 99, 100) + bytes(99))
+            feed(connection, header(FrameKind.CHUNK, 0, 99, 100) + bytes(99))
             tick(13)
             assert transport.is_closed
 
@@ -861,7 +863,7 @@ def test_a_message_that_does_not_come_though_it_was_granted(run):
             assert connection.num_open == 1  # this side had no room: not the caller's fault
             host.budget.give_back(MIB)
             await turn()
-            assert transport.kinds() == [Kind.GRANT]
+            assert transport.kinds() == [FrameKind.GRANT]
             tick(40)
             await turn()
             assert_given_up(connection, transport, host)
@@ -925,7 +927,7 @@ def test_our_own_pause_is_not_the_peers_fault(run):
     async def check():
         host = with_handlers(serve=lambda head, buffers: None)
         async with fake_connection(host) as (connection, transport):
-            feed(connection, request(1, "serve", sizes=[9 * MIB]) + header(Kind.CHUNK, 0, 1, MIB))
+            feed(connection, request(1, "serve", sizes=[9 * MIB]) + header(FrameKind.CHUNK, 0, 1, MIB))
             now_s = connection.loop.time()
             connection.check(now_s)
             connection.check(now_s + 1000)
@@ -942,7 +944,7 @@ def test_an_idle_connection_is_left_and_a_busy_one_is_not(run, is_dialer, idle_s
             tick = ticking(connection)
             for _ in range(3 * idle_s):  # short calls, over whenever somebody looks
                 call = begin(connection)
-                feed(connection, message(Kind.REPLY, call.id))
+                feed(connection, message(FrameKind.REPLY, call.id))
                 connection.calling.end(call)
                 await turn(1)
                 tick()
@@ -951,7 +953,7 @@ def test_an_idle_connection_is_left_and_a_busy_one_is_not(run, is_dialer, idle_s
             assert not transport.is_closed
             tick(4)
             assert transport.is_closed
-            assert transport.kinds()[-1] is Kind.GOODBYE
+            assert transport.kinds()[-1] is FrameKind.GOODBYE
 
     run(check())
 
@@ -963,10 +965,13 @@ def test_goodbye_names_the_calls_that_were_not_looked_at(run):
     async def check():
         async with fake_connection(is_dialer=True) as (connection, transport):
             old, new = begin(connection), begin(connection)
-            feed(connection, frame(Kind.GOODBYE, 0, encode(GoodbyeHead("leaving", "done for today", old.id))))
+            feed(
+                connection,
+                frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead("leaving", "done for today", old.id))),
+            )
             assert not connection.is_usable
             assert not transport.is_closed  # the old call may still be answered
-            feed(connection, message(Kind.REPLY, old.id, "yes"))
+            feed(connection, message(FrameKind.REPLY, old.id, "yes"))
             assert (await old.answer).payload == "yes"
             assert isinstance(new.answer.exception(), ConnectionRetired)
             connection.calling.end(old)
@@ -989,11 +994,11 @@ def test_nothing_is_written_after_the_close(run):
             connection.close()
             assert transport.is_closed
             await asyncio.sleep(0.05)  # the first call's deadline passes
-            feed(connection, frame(Kind.CANCEL, 3))
+            feed(connection, frame(FrameKind.CANCEL, 3))
             with pytest.raises(ConnectionRetired):
                 begin(connection)
             await turn()
-            assert transport.kinds() == [Kind.GOODBYE]
+            assert transport.kinds() == [FrameKind.GOODBYE]
 
     run(check())
 
@@ -1009,7 +1014,7 @@ def test_calls_name_the_reason_of_the_end(run):
         for code, (error, text) in reasons.items():
             async with fake_connection(is_dialer=True) as (connection, _):
                 call = begin(connection, "fetch")
-                feed(connection, frame(Kind.GOODBYE, 0, encode(GoodbyeHead(code, "because", 99))))
+                feed(connection, frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead(code, "because", 99))))
                 connection.connection_lost(ConnectionResetError("reset"))
                 with pytest.raises(error, match=rf"fetch at 10\.0\.0\.7:7: .*{text}"):
                     await call.answer
@@ -1022,7 +1027,10 @@ def test_a_remote_failure_is_told(run):
     async def check():
         async with fake_connection(is_dialer=True) as (connection, _):
             call = begin(connection, "fetch")
-            feed(connection, frame(Kind.ERROR, call.id, encode(["failed", "ZeroDivisionError: x", "", ""])))
+            feed(
+                connection,
+                frame(FrameKind.ERROR, call.id, encode(["failed", "ZeroDivisionError: x", "", ""])),
+            )
             with pytest.raises(RemoteFailure, match="fetch at"):
                 await call.answer
             connection.calling.end(call)
@@ -1059,7 +1067,7 @@ def test_a_connection_is_looked_after_until_it_is_quiet(run):
             assert not connection.check(now_s + 1)
             connection.calling.end(call)
             assert connection.check(now_s + 2)
-            feed(connection, header(Kind.REPLY, 5)[:-1])
+            feed(connection, header(FrameKind.REPLY, 5)[:-1])
             assert connection.is_watched
             assert not connection.check(now_s + 3)
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.core import LimitExceeded, ProtocolError, VersionMismatch
-from shoal.transport.frames import HEADER, MAX_CHUNK_BYTES, VERSION, Kind, encode, frame
+from shoal.transport.frames import HEADER, MAX_CHUNK_BYTES, VERSION, FrameKind, encode, frame
 from shoal.transport.streams.decoder import FrameDecoder
 from transport.wire import chunk, header, hello, message, request
 
@@ -66,10 +66,10 @@ SOME_FRAMES = (
     + request(1, "echo", {"a": [1, 2]}, sizes=[3, 0, 4], body=b"abcdefg")
     + chunk(3, bytes(range(200)))
     + chunk(4, b"nobody wants this")
-    + message(Kind.REPLY, 2, "ü", sizes=[1], body=b"!")
-    + frame(Kind.CANCEL, 9)
+    + message(FrameKind.REPLY, 2, "ü", sizes=[1], body=b"!")
+    + frame(FrameKind.CANCEL, 9)
     + chunk(5, b"")
-    + frame(Kind.GOODBYE, 0, encode(["leaving", "bye", 7]))
+    + frame(FrameKind.GOODBYE, 0, encode(["leaving", "bye", 7]))
 )
 
 
@@ -77,13 +77,13 @@ def test_frames_cut_anywhere_are_the_same_frames():
     whole = Sink()
     feed(decoder(whole), SOME_FRAMES)
     assert [entry[0] for entry in whole.seen] == [
-        Kind.HELLO,
-        Kind.REQUEST,
+        FrameKind.HELLO,
+        FrameKind.REQUEST,
         "chunk",
         "dropped",
-        Kind.REPLY,
-        Kind.CANCEL,
-        Kind.GOODBYE,
+        FrameKind.REPLY,
+        FrameKind.CANCEL,
+        FrameKind.GOODBYE,
     ]
     for cut in range(len(SOME_FRAMES)):
         sink = Sink()
@@ -160,20 +160,20 @@ def test_dropping_a_chunk_under_way_leaves_its_memory_alone():
     sink = Sink()
     one = decoder(sink)
     one.expects_chunk = True
-    data = chunk(1, b"x" * 100_000) + frame(Kind.CANCEL, 5)
+    data = chunk(1, b"x" * 100_000) + frame(FrameKind.CANCEL, 5)
     feed(one, data[:1000])
     one.drop_chunk(1)
     before = bytes(sink.memory[1][0])
     feed(one, data[1000:])
     assert bytes(sink.memory[1][0]) == before
-    assert [entry[0] for entry in sink.seen] == [Kind.CANCEL]
+    assert [entry[0] for entry in sink.seen] == [FrameKind.CANCEL]
 
 
 def test_a_stranger_gets_little_memory_and_a_busy_friend_more():
     one = decoder(is_welcome=False)
     assert len(one.get_buffer()) <= 4096
     with pytest.raises(LimitExceeded, match="4,096 are allowed"):
-        feed(one, header(Kind.HELLO, head_bytes=5000))
+        feed(one, header(FrameKind.HELLO, head_bytes=5000))
 
     class Welcoming(Sink):
         def on_frame(self, kind, call_id, head, body):
@@ -210,16 +210,16 @@ BAD_FRAMES = {
     ),
     "kind": (header(200), ProtocolError, "unknown kind 200"),
     "kind 0": (header(0), ProtocolError, "unknown kind 0"),
-    "head": (header(Kind.REQUEST, head_bytes=MAX_HEAD_BYTES + 1), LimitExceeded, "1,048,577"),
-    "body": (header(Kind.REQUEST, body_bytes=10_000_000_000), LimitExceeded, "10,000,000,000"),
-    "chunk": (header(Kind.CHUNK, body_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded, "CHUNK"),
-    "chunk head": (header(Kind.CHUNK, head_bytes=4, body_bytes=1), ProtocolError, "must not have"),
-    "cancel body": (header(Kind.CANCEL, body_bytes=1), LimitExceeded, "CANCEL"),
-    "no head": (header(Kind.HELLO), ProtocolError, "cannot be read"),
-    "wrong head": (frame(Kind.HELLO, 0, encode({"a": 1})), ProtocolError, "cannot be read"),
-    "deep head": (frame(Kind.REQUEST, 1, b"\x91" * 100_000), ProtocolError, "cannot be read"),
+    "head": (header(FrameKind.REQUEST, head_bytes=MAX_HEAD_BYTES + 1), LimitExceeded, "1,048,577"),
+    "body": (header(FrameKind.REQUEST, body_bytes=10_000_000_000), LimitExceeded, "10,000,000,000"),
+    "chunk": (header(FrameKind.CHUNK, body_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded, "CHUNK"),
+    "chunk head": (header(FrameKind.CHUNK, head_bytes=4, body_bytes=1), ProtocolError, "must not have"),
+    "cancel body": (header(FrameKind.CANCEL, body_bytes=1), LimitExceeded, "CANCEL"),
+    "no head": (header(FrameKind.HELLO), ProtocolError, "cannot be read"),
+    "wrong head": (frame(FrameKind.HELLO, 0, encode({"a": 1})), ProtocolError, "cannot be read"),
+    "deep head": (frame(FrameKind.REQUEST, 1, b"\x91" * 100_000), ProtocolError, "cannot be read"),
     "not utf-8": (
-        frame(Kind.REQUEST, 1, b"\x95\xa2\xff\xff\x00\x00\x90\xc0"),
+        frame(FrameKind.REQUEST, 1, b"\x95\xa2\xff\xff\x00\x00\x90\xc0"),
         ProtocolError,
         "cannot be read",
     ),

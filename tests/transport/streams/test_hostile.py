@@ -18,7 +18,7 @@ import torch
 from shoal.core import Peer
 from shoal.tensors import allocate_for, pack, read_specs, unpack
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.frames import HEADER, VERSION, ErrorHead, GoodbyeHead, Kind, frame
+from shoal.transport.frames import HEADER, VERSION, ErrorHead, FrameKind, GoodbyeHead, frame
 from shoal.transport.streams import transport as shard
 from transport.wire import (
     LOOPBACK,
@@ -154,12 +154,12 @@ def read_frames(client, num_frames):
 
 def goodbye_of(data):
     kind, _, head, _ = parse(data)[-1]
-    assert kind is Kind.GOODBYE
+    assert kind is FrameKind.GOODBYE
     return msgspec.msgpack.decode(head, type=GoodbyeHead)
 
 
 def error_of(frames, call_id):
-    (head,) = [head for kind, number, head, _ in frames if kind is Kind.ERROR and number == call_id]
+    (head,) = [head for kind, number, head, _ in frames if kind is FrameKind.ERROR and number == call_id]
     return msgspec.msgpack.decode(head, type=ErrorHead)
 
 
@@ -169,11 +169,15 @@ NONSENSE = {
     "http": (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", "protocol", "does not speak Shoal's protocol"),
     "random": (random.Random(5).randbytes(5000), "protocol", "does not speak Shoal's protocol"),
     "version": (header(version=VERSION + 8), "version", f"version {VERSION + 8} .* version {VERSION}"),
-    "10 GB body": (hello() + header(Kind.REQUEST, 10, 1, 10_000_000_000), "protocol", "10,000,000,000"),
-    "10 GB chunk": (hello() + header(Kind.CHUNK, 0, 1, 10_000_000_000), "protocol", "10,000,000,000"),
-    "10 GB hello": (header(Kind.HELLO, 4_000_000_000, 0, 0), "protocol", "4,000,000,000"),
+    "10 GB body": (hello() + header(FrameKind.REQUEST, 10, 1, 10_000_000_000), "protocol", "10,000,000,000"),
+    "10 GB chunk": (hello() + header(FrameKind.CHUNK, 0, 1, 10_000_000_000), "protocol", "10,000,000,000"),
+    "10 GB hello": (header(FrameKind.HELLO, 4_000_000_000, 0, 0), "protocol", "4,000,000,000"),
     "no hello": (request(1, "echo"), "protocol", "before the hello"),
-    "not utf-8": (hello() + frame(Kind.REQUEST, 1, b"\x95\xa2\xff\xff\0\0\x90\xc0"), "protocol", "be read"),
+    "not utf-8": (
+        hello() + frame(FrameKind.REQUEST, 1, b"\x95\xa2\xff\xff\0\0\x90\xc0"),
+        "protocol",
+        "be read",
+    ),
 }
 
 
@@ -187,7 +191,7 @@ def test_nonsense_is_answered_with_a_goodbye_and_one_line(attack, name):
             with dial(scene.address) as client:
                 client.sendall(data)
                 answer = read_all(client)
-                if parse(answer)[-1][0] is Kind.GOODBYE:  # a reset may have overtaken it
+                if parse(answer)[-1][0] is FrameKind.GOODBYE:  # a reset may have overtaken it
                     goodbyes.append(goodbye_of(answer))
         return goodbyes
 
@@ -235,7 +239,7 @@ def test_sizes_of_10_gb_are_refused_before_any_memory_is_taken(attack):
     assert {error_of(frames, call_id).code for call_id in (1, 5, 7)} == {"refused"}
     assert "10,000,000,000 bytes" in error_of(frames, 1).what
     assert "negative" in error_of(frames, 3).what
-    assert (Kind.REPLY, 9) in [(kind, call_id) for kind, call_id, *_ in frames]
+    assert (FrameKind.REPLY, 9) in [(kind, call_id) for kind, call_id, *_ in frames]
     assert lines == []
 
 
@@ -267,7 +271,7 @@ def test_tensors_that_cannot_be(attack):
         error = error_of(frames, 2 * number + 1)
         assert error.code == "refused"
         assert what in error.what
-    replies = [head for kind, call_id, head, _ in frames if (kind, call_id) == (Kind.REPLY, 99)]
+    replies = [head for kind, call_id, head, _ in frames if (kind, call_id) == (FrameKind.REPLY, 99)]
     assert msgspec.msgpack.decode(replies[0]) == [[], [2, 3]]
     assert lines == []
 
@@ -282,7 +286,7 @@ def test_a_request_whose_buffers_never_come_is_given_up(attack):
 
     frames, lines = attack(attacker, Limits(**QUICK))
     assert "stopped arriving" in error_of(frames, 1).what
-    assert frames[-1][:2] == (Kind.REPLY, 3)
+    assert frames[-1][:2] == (FrameKind.REPLY, 3)
     assert lines == []
 
 
@@ -292,7 +296,9 @@ def test_room_that_is_taken_and_not_used_is_given_to_others(attack):
     def attacker(scene):
         clients = [dial(scene.address) for _ in range(4)]
         for client in clients:
-            client.sendall(hello() + request(1, "echo", sizes=[8 * MIB]) + header(Kind.CHUNK, 0, 1, 4 * MIB))
+            client.sendall(
+                hello() + request(1, "echo", sizes=[8 * MIB]) + header(FrameKind.CHUNK, 0, 1, 4 * MIB)
+            )
         for client in clients:
             with client:
                 read_all(client)

@@ -32,7 +32,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.frames import Kind
+from shoal.transport.frames import FrameKind
 from shoal.transport.streams import transport as shard
 from shoal.transport.trust import tls
 from shoal.transport.trust.membership import Access
@@ -302,7 +302,7 @@ def test_a_key_of_another_kind(perform, tmp_path):
             )
         )
         answer = await asyncio.to_thread(talk, permissive(chain), scene.address, hello())
-        assert [kind for kind, *_ in parse(answer)] == [Kind.GOODBYE]
+        assert [kind for kind, *_ in parse(answer)] == [FrameKind.GOODBYE]
 
     (line,) = perform(attack)
     assert "Ed25519" in line
@@ -345,7 +345,7 @@ def test_a_member_that_claims_anothers_id(perform):
         context = scene.swarm.member().client_tls()
         for claim in (scene.friend.peer_id.digest, b""):
             answer = await asyncio.to_thread(talk, context, scene.address, hello(claim))
-            assert [kind for kind, *_ in parse(answer)] == [Kind.HELLO, Kind.GOODBYE]
+            assert [kind for kind, *_ in parse(answer)] == [FrameKind.HELLO, FrameKind.GOODBYE]
 
     lines = perform(attack)
     assert len(lines) == 2
@@ -371,7 +371,7 @@ def test_a_server_that_claims_anothers_id(perform):
                 )
                 told = await scene.refused(scene.friend, ProtocolError, peer=Peer(address, expected))
                 assert f"its certificate is {mallory.peer_id.short}'s" in told
-                assert Kind.REQUEST not in [kind for kind, *_ in parse(await heard)]
+                assert FrameKind.REQUEST not in [kind for kind, *_ in parse(await heard)]
 
     lines = perform(attack)
     assert len(lines) == 2

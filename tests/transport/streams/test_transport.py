@@ -33,7 +33,7 @@ from shoal.core import (
     fork,
 )
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.frames import GoodbyeHead, Kind, encode, frame
+from shoal.transport.frames import FrameKind, GoodbyeHead, encode, frame
 from shoal.transport.network import sockets as network
 from shoal.transport.streams import transport as shard
 from shoal.transport.streams import transport as stream
@@ -147,8 +147,8 @@ def test_whoever_speaks_something_else(run):
                 await reader.read()
             writer.close()
 
-        newer = frame(Kind.HELLO, 0, b"")[:2] + bytes([9]) + frame(Kind.HELLO, 0, b"")[3:]
-        goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("version", "version 9 here", 0)))
+        newer = frame(FrameKind.HELLO, 0, b"")[:2] + bytes([9]) + frame(FrameKind.HELLO, 0, b"")[3:]
+        goodbye = frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead("version", "version 9 here", 0)))
         answers = [b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n", newer, goodbye]
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         address = Address(*server.sockets[0].getsockname())
@@ -669,7 +669,7 @@ def test_a_refusal_is_a_whole_frame(run):
                     return knocker.recv(4096)
 
             ((kind, _, head, _),) = parse(await asyncio.to_thread(knock))
-            assert kind is Kind.GOODBYE
+            assert kind is FrameKind.GOODBYE
             assert b"all 1 connections" in head
 
     run(check())

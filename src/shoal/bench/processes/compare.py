@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.bench.workers import (
+    BenchPlace,
     LocalWorkers,
     Parent,
-    Place,
     WorkerSettings,
     one_line,
     server_place,
@@ -29,9 +29,9 @@ from shoal.group.base import Group
 from shoal.group.conditions import Shaped
 from shoal.group.operations import ClockSleeper
 from shoal.report.storage import write_atomically
-from shoal.simulate.contest import Errand, course_of
+from shoal.simulate.contest import Trial, course_of
 from shoal.simulate.exact import Trainer, charged, serve
-from shoal.simulate.job import CourseRecord, Job, WorkerLog
+from shoal.simulate.job import CourseRecord, TrainingJob, WorkerLog
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Profile
@@ -59,32 +59,32 @@ class RealContest:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def run(self, job: Job, world: World) -> CourseRecord:
+    def run(self, job: TrainingJob, world: World) -> CourseRecord:
         """Run a job in real seconds, as `simulate.contest.run_job` does; one whose workers fail has an error.
 
         UsageError for what real workers cannot be given.
         """
         self._check(job, world)
         self._num_jobs += 1
-        errand = RealErrand(number=self._num_jobs, job=job, world=world)
+        trial = RealTrial(number=self._num_jobs, job=job, world=world)
         try:
-            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(errand)]
+            told = [msgspec.convert(each, StoredLog, str_keys=True) for each in self._order(trial)]
         except BenchmarkError as error:
             return CourseRecord(job=job, moments=[], error=one_line(error))
         folder = str(Path(told[0].file).parent)
-        served = _served(errand.file_of_server(folder, 0)) if world.num_servers else {}
+        served = _served(trial.file_of_server(folder, 0)) if world.num_servers else {}
         return course_of(make_task(job), [_log(each) for each in told], served)
 
-    def _order(self, errand: RealErrand) -> list[dict[str, Any]]:
-        plain = errand.plain()
+    def _order(self, trial: RealTrial) -> list[dict[str, Any]]:
+        plain = trial.plain()
         if not self._crew.is_running:
-            self._crew.ask("ready", errand=plain)
+            self._crew.ask("ready", trial=plain)
         start_servers(
-            self._crew, "shoal.bench.processes.compare:serve_job", errand.world.num_servers, errand=plain
+            self._crew, "shoal.bench.processes.compare:serve_job", trial.world.num_servers, trial=plain
         )
-        return self._crew.ask("train", errand=plain)
+        return self._crew.ask("train", trial=plain)
 
-    def _check(self, job: Job, world: World) -> None:
+    def _check(self, job: TrainingJob, world: World) -> None:
         if not job.num_workers == world.num_workers == self._num_workers:
             raise UsageError(
                 f"{self._num_workers} processes cannot be a job of {job.num_workers} workers in a world of "
@@ -125,7 +125,7 @@ def _log(told: StoredLog) -> WorkerLog:
 # --- a worker ---
 
 
-class RealErrand(Errand, frozen=True, kw_only=True):
+class RealTrial(Trial, frozen=True, kw_only=True):
     """One job of the workers; `number` tells it from all others."""
 
     number: int
@@ -140,8 +140,8 @@ class RealErrand(Errand, frozen=True, kw_only=True):
         return Path(folder) / f"{self.group_name}-server-{server}.json"
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> RealErrand:
-        """The errand of which `plain` gave these values."""
+    def read(cls, values: dict[str, Any]) -> RealTrial:
+        """The trial of which `plain` gave these values."""
         return msgspec.convert(values, cls, str_keys=True)
 
 
@@ -155,19 +155,19 @@ class StoredLog(msgspec.Struct, frozen=True):
 class RealWorker:
     """One worker of a contest; its methods are the orders."""
 
-    def __init__(self, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         place.set_up_process()
         self._place = place
 
-    def ready(self, errand: dict[str, Any]) -> None:
+    def ready(self, trial: dict[str, Any]) -> None:
         """Do what takes longer when a process does it for the first time."""
-        task = make_task(RealErrand.read(errand).job)
+        task = make_task(RealTrial.read(trial).job)
         model, (inputs, labels) = task.model(), next(task.batches(self._place.rank))
         task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
 
-    def train(self, errand: dict[str, Any]) -> dict[str, Any]:
+    def train(self, trial: dict[str, Any]) -> dict[str, Any]:
         """Do one job, from the opening of its group to its end."""
-        place, given = self._place, RealErrand.read(errand)
+        place, given = self._place, RealTrial.read(trial)
         name, world = given.group_name, given.world
         opened = place.open_group(
             name, workers_per_machine=world.workers_per_machine, num_servers=world.num_servers
@@ -183,10 +183,10 @@ class RealWorker:
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
     place, role = server_place(arguments)
-    errand = RealErrand.read(role["errand"])
-    with place.open_with_servers(errand.group_name, errand.world.num_servers, role["server"]) as group:
-        staleness = serve(make_task(errand.job), shaped(group, errand.world))
-        write_atomically(errand.file_of_server(place.folder, role["server"]), msgspec.json.encode(staleness))
+    trial = RealTrial.read(role["trial"])
+    with place.open_with_servers(trial.group_name, trial.world.num_servers, role["server"]) as group:
+        staleness = serve(make_task(trial.job), shaped(group, trial.world))
+        write_atomically(trial.file_of_server(place.folder, role["server"]), msgspec.json.encode(staleness))
 
 
 def shaped(group: Group, world: World) -> Shaped:

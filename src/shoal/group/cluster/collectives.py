@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +51,7 @@ from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into, reduce_into
 from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
+from shoal.group.torch_world import destroy_world, is_world_open
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.topology import Weights
 from shoal.transport import Head, Reply
@@ -73,7 +73,6 @@ _EXCHANGED_BYTES = 4 << 20
 """A piece of an exchange: the processor's cache may still hold it when it is mixed."""
 _EARLY_BYTES = 4 << 20
 """Up to this size a tensor is sent before it is known that all machines have come to the operation."""
-_ended: deque[Any] = deque(maxlen=4)
 
 
 class Collectives:
@@ -802,26 +801,3 @@ class TorchOperations:
             return None
 
         return PendingStep(look)
-
-
-def is_world_open(rank: int, size: int) -> bool:
-    """Tells whether the program has brought torch.distributed up; UsageError if its ranks are others."""
-    is_open = dist.is_initialized()
-    if is_open and (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        raise UsageError(
-            f"rank {rank} of {size} is rank {dist.get_rank()} of {dist.get_world_size()} in "
-            "torch.distributed.",
-            next_step="let the group and torch.distributed have the same ranks.",
-        )
-    return is_open
-
-
-def destroy_world() -> None:
-    """Does what torch's `destroy_process_group` does, without the deadlock that this can be.
-
-    When the last reference to a process group goes, torch waits for gloo's threads, and holds the
-    interpreter's lock meanwhile, for which a thread may wait that has just done its last operation. So a
-    group is let go of only when others have come after it.
-    """
-    _ended.append(dist.group.WORLD)
-    dist.destroy_process_group()

@@ -23,11 +23,11 @@ from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageE
 from shoal.group.base import (
     Done,
     Handle,
-    Slot,
     Snapshot,
     T,
     Window,
     WindowForm,
+    WindowSlot,
     Write,
     check_rank,
     held_by_itself,
@@ -145,7 +145,7 @@ class ClusterWindow(Window):
         return self._answer(call, write.kind, lambda reply: None)
 
     @contextlib.contextmanager
-    def slot(self, source: int) -> Iterator[Slot]:
+    def slot(self, source: int) -> Iterator[WindowSlot]:
         """Holds a slot while the block lasts."""
         place = self._find(source)
         if source not in self._sources:
@@ -407,7 +407,7 @@ class Windows:
         return self._is_over or (is_known and self._find(asked) is None)
 
 
-class _DeviceSlot(Slot):
+class _DeviceSlot(WindowSlot):
     """A slot in memory of the host, of a window on a GPU: its tensor is a copy there."""
 
     def __init__(self, inner: MemorySlot, device: torch.device) -> None:

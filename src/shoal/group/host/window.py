@@ -39,11 +39,11 @@ from shoal.group.base import (
     Done,
     Group,
     Handle,
-    Slot,
     Snapshot,
     T,
     Window,
     WindowForm,
+    WindowSlot,
     Write,
     check_rank,
     held_by_itself,
@@ -215,7 +215,7 @@ class HostWindow(Window):
         return cells
 
     @contextlib.contextmanager
-    def slot(self, source: int) -> Iterator[Slot]:
+    def slot(self, source: int) -> Iterator[WindowSlot]:
         """Holds a slot; PeerLost when the source ended, or was stopped, while it added to what was there."""
         cell = self._cell(self._rank, source)
         self._lock(cell, source)
@@ -686,7 +686,7 @@ class _SharedSnapshot(Snapshot):
         return words[_OPENED] == self.opened and words[_RECLAIMED] < self.version  # not closed, nor reclaimed
 
 
-class _HostSlot(Slot):
+class _HostSlot(WindowSlot):
     def __init__(self, source: int, cell: SlotCell) -> None:
         self.source = source
         self.num_writes = cell.words[_NUM_WRITES]

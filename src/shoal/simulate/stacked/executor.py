@@ -15,7 +15,7 @@ from shoal.group import Handle
 from shoal.group.base import Done, GroupStats
 from shoal.group.solo import SoloGroup
 from shoal.simulate.exact import beginner
-from shoal.simulate.job import Job, ModelSnapshot, WorkerLog
+from shoal.simulate.job import ModelSnapshot, TrainingJob, WorkerLog
 from shoal.simulate.stacked.model import EXACT, StackedModel, all_edges, edges_from
 from shoal.simulate.stacked.replay import Tape, times_of
 from shoal.simulate.stacked.rules import (
@@ -108,7 +108,7 @@ RULES: dict[str, type[Rule]] = {
 """The rules by the strategy's own name."""
 
 
-def run_stacked(job: Job, world: World) -> list[WorkerLog]:
+def run_stacked(job: TrainingJob, world: World) -> list[WorkerLog]:
     """What each worker tells, by rank; UsageError for what only the exact executor can do."""
     return StackedRun(job, world).run()
 
@@ -116,7 +116,7 @@ def run_stacked(job: Job, world: World) -> list[WorkerLog]:
 class StackedRun:
     """One job; `model.values` may be changed before it runs, so that workers begin with unequal models."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: TrainingJob, world: World) -> None:
         refuse_unfit(job, world)
         task = make_task(job)
         self.model = StackedModel(task, world.num_workers)
@@ -175,7 +175,7 @@ class StackedRun:
         return logs
 
 
-def refuse_unfit(job: Job, world: World) -> None:
+def refuse_unfit(job: TrainingJob, world: World) -> None:
     """UsageError for what only the exact executor can do."""
     strategy = canonical(job.strategy)
     if strategy not in RULES:

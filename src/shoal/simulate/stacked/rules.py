@@ -11,7 +11,7 @@ import torch
 from shoal.simulate.stacked.model import Everybody, MachineRounds, Mix, Rounds, StackedModel
 from shoal.simulate.stacked.replay import Ring, Tape
 from shoal.simulate.world import World
-from shoal.strategies.all_reduce import GradientAllReduce, flagged_bytes
+from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.local_sgd import LocalSGD
 from shoal.strategies.sma import SynchronousModelAverage
 from shoal.strategies.strategy import Strategy
@@ -125,7 +125,7 @@ class AllReduceRule(Rule):
         self._model.values = self._model.values.mean(0).repeat(self._size, 1)
 
     def _start(self, layout: BucketLayout) -> int:
-        return self._tape.issue(Ring(self._size, flagged_bytes(layout)))
+        return self._tape.issue(Ring(self._size, layout.with_flags().size_bytes))
 
 
 class ExchangeRule(Rule):
@@ -234,7 +234,9 @@ class MomentumRule(NeighborRule):
 
     def __init__(self, stage: RuleContext) -> None:
         super().__init__(stage)
-        self._momentum_bytes = sum(map(flagged_bytes, stage.model.layouts(sys.maxsize)))
+        self._momentum_bytes = sum(
+            layout.with_flags().size_bytes for layout in stage.model.layouts(sys.maxsize)
+        )
 
     def after_step(self) -> None:
         """Mixes parameters and momenta at once."""

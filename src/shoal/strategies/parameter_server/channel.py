@@ -16,10 +16,9 @@ each shard into a slot at the worker, and no processor waits for a GPU to know t
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,13 +27,12 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from shoal.core.errors import CheckpointError, UsageError
-from shoal.group import Group, Handle, Slot, Window, share
-from shoal.strategies.averaging import packed
+from shoal.core.errors import UsageError
+from shoal.group import Group, Handle, Window, share
+from shoal.group.states import PIECE_BYTES
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
-from shoal.tensors.checkpoint import SentState, rebuild
 from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.dtypes import dtype_name
@@ -46,8 +44,6 @@ SHARD_BYTES = 4 * 2**20
 """The size of a shard of small parameters: short enough that pushing, applying and pulling overlap."""
 MAX_SHARDS = 256
 """The most shards of one server; a group has names for so many."""
-PIECE_BYTES = 2**20
-"""The size of the pieces in which a server sends its optimizer's state."""
 _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
 
@@ -265,46 +261,6 @@ def _replaced(value: Any, number: float) -> Any:
     if isinstance(value, torch.Tensor):
         return value.fill_(number)
     return int(number) if isinstance(value, int) and number.is_integer() else number
-
-
-def send_state(window: Window, to: int, state: Any) -> None:
-    """Sends a state; returns when `to` has it, or is gone. What cannot travel is the receiver's error."""
-    head, tensors = SentState.of(lambda: state)
-    piece = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
-
-    def send(message: torch.Tensor) -> None:
-        for part in torch.split(message, PIECE_BYTES):
-            piece[: part.numel()] = part
-            window.send(to, piece, note=b"%d" % message.numel()).wait()
-
-    send(torch.frombuffer(bytearray(msgspec.msgpack.encode(head)), dtype=torch.uint8))
-    for bucket, _ in packed(list(tensors.values())):
-        send(bucket.flat.view(torch.uint8))
-
-
-def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot]]) -> Any:
-    """Receives what `send_state` sent, slot by slot; CheckpointError when that was not possible."""
-
-    def receive() -> torch.Tensor:
-        message: torch.Tensor | None = None
-        num_bytes = 0
-        while message is None or num_bytes < message.numel():
-            with next_slot() as slot:
-                if message is None:
-                    message = torch.empty(int(slot.note), dtype=torch.uint8)
-                part = message[num_bytes : num_bytes + PIECE_BYTES]
-                part.copy_(slot.tensor[: part.numel()])
-                num_bytes += part.numel()
-        return message
-
-    head = msgspec.msgpack.decode(receive().numpy().data, type=SentState)
-    if head.problem:
-        raise CheckpointError(f"a server's state cannot be had: {head.problem}")
-    tensors = head.room()
-    for bucket, members in packed(list(tensors.values())):
-        bucket.flat.view(torch.uint8).copy_(receive())
-        bucket.store(members)
-    return rebuild(head.plain, tensors)
 
 
 # --- where it goes ---

@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost
-from shoal.group import Handle, Slot, Window
+from shoal.group import Handle, Window, WindowSlot
+from shoal.group.states import receive_state
 from shoal.strategies.parameter_server.channel import (
     ParameterShard,
     Presence,
@@ -25,7 +26,6 @@ from shoal.strategies.parameter_server.channel import (
     ServerChannel,
     ServerReply,
     WorkerRequest,
-    receive_state,
 )
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import describe
@@ -338,7 +338,7 @@ class ServerClient:
                     slot.clear()
 
     @contextlib.contextmanager
-    def _next_slot(self, window: Window, server: int) -> Iterator[Slot]:
+    def _next_slot(self, window: Window, server: int) -> Iterator[WindowSlot]:
         """Waits until a server has written something, and empties the slot at the end of the block."""
         is_taken = False
         while not is_taken:

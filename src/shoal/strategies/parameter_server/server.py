@@ -18,6 +18,7 @@ import torch
 from shoal.core import Deadline
 from shoal.group import Handle, Window
 from shoal.group.kernels import mix_into
+from shoal.group.states import send_state
 from shoal.strategies.parameter_server.channel import (
     NO_REQUEST,
     ParameterShard,
@@ -26,7 +27,6 @@ from shoal.strategies.parameter_server.channel import (
     ServerChannel,
     ServerReply,
     WorkerRequest,
-    send_state,
 )
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness

@@ -22,15 +22,16 @@ from shoal.core.errors import PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, share
 from shoal.group.elastic import ElasticGroup, elastic_of
+from shoal.group.states import on_first, take_state, take_values
 from shoal.strategies.averaging import own_model
-from shoal.strategies.checkpointing import Contents, on_first
+from shoal.strategies.checkpointing import Contents
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
 from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
 from shoal.strategies.session import TrainingSession, rate_factor
 from shoal.strategies.staleness import Staleness
-from shoal.strategies.start import require_equal, take_state, take_values
+from shoal.strategies.start import require_equal
 from shoal.strategies.strategy import Strategy
 from shoal.tensors.checkpoint import flatten
 

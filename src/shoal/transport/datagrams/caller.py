@@ -289,7 +289,7 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not wire.Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if type(frame) is wire.Answer or isinstance(
+            if type(frame) is wire.AnswerFrame or isinstance(
                 frame, (wire.Failure, wire.AnswerPart, wire.Working, wire.TooLarge)
             ):
                 self._on_outcome(frame)
@@ -299,7 +299,7 @@ class CallerSession(Session):
                 self.close(frame.reason[:200], frame.code)
 
     def _on_outcome(
-        self, frame: wire.Answer | wire.Failure | wire.AnswerPart | wire.Working | wire.TooLarge
+        self, frame: wire.AnswerFrame | wire.Failure | wire.AnswerPart | wire.Working | wire.TooLarge
     ) -> None:
         call = self.calls.get(frame.id)
         if call is None or call.answer.done():
@@ -307,7 +307,7 @@ class CallerSession(Session):
             return
         if call.is_in_window:
             self._leave_window(call)
-        if isinstance(frame, wire.Answer):
+        if isinstance(frame, wire.AnswerFrame):
             if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
                 self.round_trips.observe((self.heard_at_s or 0.0) - call.sent_at_s)
             self._settle(call, frame)
@@ -338,7 +338,7 @@ class CallerSession(Session):
                 call.is_settled = True
                 call.answer.set_exception(self._unreadable(call, error))
 
-    def _settle(self, call: PendingDatagram, outcome: wire.Answer | wire.Failure) -> None:
+    def _settle(self, call: PendingDatagram, outcome: wire.AnswerFrame | wire.Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
         if isinstance(outcome, wire.Failure):

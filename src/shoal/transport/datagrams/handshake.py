@@ -79,7 +79,7 @@ class Handshakes:
         """Takes a hello, a welcome or a refusal."""
         transport, codec = self._transport, self._codec
         plain_kind = kind & ~wire.SEALED
-        if plain_kind == wire.Kind.HELLO and not socket.is_listening:
+        if plain_kind == wire.PacketKind.HELLO and not socket.is_listening:
             transport.stats.refused += 1
             return
         if bool(kind & wire.SEALED) != codec.is_sealed:
@@ -87,15 +87,15 @@ class Handshakes:
             why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
             transport.complain_once("refused a greeting", peer_at(where), why)
             return
-        if plain_kind == wire.Kind.HELLO and self._is_repeated(packet, where, socket):
+        if plain_kind == wire.PacketKind.HELLO and self._is_repeated(packet, where, socket):
             return
         try:
             greeting = codec.open(packet)
-            if plain_kind == wire.Kind.HELLO:
+            if plain_kind == wire.PacketKind.HELLO:
                 self._on_hello(greeting, packet, where, socket)
             elif greeting.body.hello_salt not in self._greeting:
                 transport.stats.duplicates += 1
-            elif plain_kind == wire.Kind.WELCOME:
+            elif plain_kind == wire.PacketKind.WELCOME:
                 self._on_welcome(codec.verified(greeting), greeting.body)
             else:
                 self._on_refusal(codec.verified(greeting), greeting.body)
@@ -111,7 +111,7 @@ class Handshakes:
         salt = transport.random.randbytes(wire.SALT_BYTES)
         target = caller.target.id.digest if caller.target.id else b""
         hello = wire.Hello(salt, self._codec.ephemeral, caller.id, target, transport.clock.wall_s())
-        packet = caller.hellos[salt] = self._codec.write(wire.Kind.HELLO, hello)
+        packet = caller.hellos[salt] = self._codec.write(wire.PacketKind.HELLO, hello)
         self._greeting[salt] = caller
         if len(caller.hellos) > _MAX_HELLOS:
             oldest = next(iter(caller.hellos))
@@ -205,7 +205,7 @@ class Handshakes:
         if reason:
             transport.stats.refused += 1
             transport.complain_once("refused a hello", peer, reason)
-            answer = self._codec.write(wire.Kind.REFUSAL, wire.Refusal(hello.salt, reason))
+            answer = self._codec.write(wire.PacketKind.REFUSAL, wire.Refusal(hello.salt, reason))
         else:
             answer = self._admit(peer, hello, packet[4:16], where, socket)
         if len(answer) <= len(packet):  # never more than it sent
@@ -220,7 +220,7 @@ class Handshakes:
         transport.stats.refused += 1
         transport.complain_once("refused a hello", peer_at(where), why)
         if self._stale_answers.allows(transport.loop.time()):
-            answer = self._codec.write(wire.Kind.REFUSAL, wire.Refusal(hello.salt, why))
+            answer = self._codec.write(wire.PacketKind.REFUSAL, wire.Refusal(hello.salt, why))
             if len(answer) <= len(packet):
                 socket.send(answer, where)
 
@@ -250,7 +250,7 @@ class Handshakes:
         self.unproven.add(callee)
         token = self._tokens.make(where, callee.id, transport.loop.time())
         return codec.write(
-            wire.Kind.WELCOME,
+            wire.PacketKind.WELCOME,
             wire.Welcome(hello.salt, salt, codec.ephemeral, callee.id, token, transport.limits.max_calls),
         )
 
@@ -288,7 +288,7 @@ class Handshakes:
         transport = self._transport
         transport.stats.refused += 1
         version = packet[2]
-        if packet[3] == wire.Kind.VERSION:
+        if packet[3] == wire.PacketKind.VERSION:
             for caller in tuple(self._greeting.values()):
                 if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
                     caller.refuse(
@@ -374,9 +374,9 @@ class Greeting(NamedTuple):
 
 _envelope_decoder = msgspec.msgpack.Decoder(wire.Envelope)
 _body_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
-    wire.Kind.HELLO: msgspec.msgpack.Decoder(wire.Hello),
-    wire.Kind.WELCOME: msgspec.msgpack.Decoder(wire.Welcome),
-    wire.Kind.REFUSAL: msgspec.msgpack.Decoder(wire.Refusal),
+    wire.PacketKind.HELLO: msgspec.msgpack.Decoder(wire.Hello),
+    wire.PacketKind.WELCOME: msgspec.msgpack.Decoder(wire.Welcome),
+    wire.PacketKind.REFUSAL: msgspec.msgpack.Decoder(wire.Refusal),
 }
 
 
@@ -390,11 +390,11 @@ class HandshakeCodec:
         self.ephemeral = b""
         self._random = source
 
-    def write(self, kind: wire.Kind, body: wire.Hello | wire.Welcome | wire.Refusal) -> bytes:
+    def write(self, kind: wire.PacketKind, body: wire.Hello | wire.Welcome | wire.Refusal) -> bytes:
         """A greeting as it is sent."""
         content = encode(body)
         who, signature = self._signed(kind, content)
-        size_bytes = wire.HELLO_BYTES if kind is wire.Kind.HELLO else 0
+        size_bytes = wire.HELLO_BYTES if kind is wire.PacketKind.HELLO else 0
         sealed_bytes = wire.GREETING_BYTES + wire.TAG_BYTES * self.is_sealed
         envelope = encode((who, signature, content, b""))
         missing_bytes = size_bytes - sealed_bytes - len(envelope)
@@ -432,7 +432,7 @@ class HandshakeCodec:
 
     def unknown(self, packet: bytes) -> bytes:
         """What a packet of a session that nobody knows is answered: its session id and counter again."""
-        return wire.PREFIX + bytes([wire.Kind.UNKNOWN]) + packet[4 : wire.HEADER_BYTES]
+        return wire.PREFIX + bytes([wire.PacketKind.UNKNOWN]) + packet[4 : wire.HEADER_BYTES]
 
     def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
         """Whether this peer, rather than a passer-by, says that it does not know a session."""

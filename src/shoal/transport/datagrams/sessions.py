@@ -110,7 +110,7 @@ class Session:
         """Both have greeted: packets may be sent."""
         self.seal = seal
         self.their_id = their_id
-        self._prefix = wire.PREFIX + bytes([wire.Kind.DATA]) + their_id
+        self._prefix = wire.PREFIX + bytes([wire.PacketKind.DATA]) + their_id
 
     @property
     def num_open(self) -> int:

@@ -42,8 +42,8 @@ from shoal.transport.messages import (
     Buffers,
     Channel,
     Into,
+    MethodTable,
     Reply,
-    Routes,
     Target,
     Transport,
     byte_views,
@@ -63,8 +63,8 @@ SESSIONS_A_CONNECTION = 4
 """So many sessions for each of `Limits.max_connections`: they cost much less."""
 _EVICTED_SHARE = 8  # one in so many idle sessions goes when there are too many
 _MAX_REST_BYTES = wire.MAX_FRAME_BYTES - 10  # of a request, without its tag and id
-_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(wire.Kind.DATA)
-_GREETINGS = (wire.Kind.HELLO, wire.Kind.WELCOME, wire.Kind.REFUSAL)
+_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(wire.PacketKind.DATA)
+_GREETINGS = (wire.PacketKind.HELLO, wire.PacketKind.WELCOME, wire.PacketKind.REFUSAL)
 _ACCESS_S = 1.0  # how soon a peer that is denied is gone
 _DENIED = "it may no longer talk to this peer."
 _COMPLAIN_AGAIN_S = 600.0
@@ -98,13 +98,13 @@ class DatagramTransport(Transport):
         peer_id: PeerId | None = None,
         limits: Limits | None = None,
         network: Network | None = None,
-        routes: Routes | None = None,
+        routes: MethodTable | None = None,
         streams: StreamTransport | None = None,
     ) -> None:
         self.network = network or SocketNetwork()
         self.streams = streams
         self.limits = limits or Limits()
-        self.routes = routes or (streams.routes if streams is not None else Routes())
+        self.routes = routes or (streams.routes if streams is not None else MethodTable())
         self.budget = streams.budget if streams is not None else ByteBudget(self.limits.max_bytes_in_flight)
         self.peer_id = membership.peer_id if membership is not None else peer_id
         self.clock = self.network.clock
@@ -575,7 +575,7 @@ class DatagramSocket(asyncio.DatagramProtocol):
 
     def _on_greeting(self, kind: int, data: bytes, where: SocketAddress) -> None:
         handshakes = self._handshakes
-        if kind == wire.Kind.UNKNOWN:
+        if kind == wire.PacketKind.UNKNOWN:
             handshakes.on_unknown(data)
         elif (kind & ~wire.SEALED) in _GREETINGS and len(data) <= wire.MAX_PACKET_BYTES:
             handshakes.on_greeting(kind, data, where, self)

@@ -49,7 +49,7 @@ MAX_PARTS = 8
 """An answer that takes more datagrams than this is asked for again over a stream."""
 
 
-class Kind(enum.IntEnum):
+class PacketKind(enum.IntEnum):
     """What a packet is for; greetings that are sealed have SEALED added."""
 
     HELLO = 1
@@ -134,7 +134,7 @@ class Proof(msgspec.Struct, array_like=True, tag=4, frozen=True):
     token: bytes
 
 
-class Answer(msgspec.Struct, array_like=True, tag=5, frozen=True):
+class AnswerFrame(msgspec.Struct, array_like=True, tag=5, frozen=True):
     """What the handler returned."""
 
     id: int
@@ -153,7 +153,7 @@ class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A piece of an Answer that is too large for one datagram; a request may be answered several times."""
+    """A piece of an answer that is too large for one datagram; a request may be answered several times."""
 
     id: int
     digest: bytes
@@ -190,7 +190,9 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
 
 
 # those for callees are handled in `CalleeSession.receive`, those for callers in `CallerSession.receive`
-Frame = Request | Cancel | Proof | Answer | Failure | AnswerPart | Working | TooLarge | Challenge | Goodbye
+Frame = (
+    Request | Cancel | Proof | AnswerFrame | Failure | AnswerPart | Working | TooLarge | Challenge | Goodbye
+)
 
 
 class Frames(msgspec.Struct, array_like=True, frozen=True):
@@ -206,7 +208,7 @@ class UnreadablePacket(Exception):
 
 
 _frames_decoder = msgspec.msgpack.Decoder(Frames)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_answer_decoder = msgspec.msgpack.Decoder(AnswerFrame)
 _MAX_TEXT_BYTES = 340
 _COUNTS = [bytes([0x90 | count]) for count in range(16)]
 _ID = struct.Struct(">Q")
@@ -244,8 +246,8 @@ def decode_frames(content: bytes) -> Frames:
         raise UnreadablePacket(str(error)) from None
 
 
-def decode_answer(content: bytes) -> Answer:
-    """Read the Answer that parts were cut from."""
+def decode_answer(content: bytes) -> AnswerFrame:
+    """Read the AnswerFrame that parts were cut from."""
     try:
         return _answer_decoder.decode(content)
     except UNREADABLE as error:
@@ -253,7 +255,7 @@ def decode_answer(content: bytes) -> Answer:
 
 
 def cut(call_id: int, answer: bytes) -> list[bytes]:
-    """The AnswerPart frames of an encoded Answer."""
+    """The AnswerPart frames of an encoded answer."""
     digest = hashlib.blake2b(answer, digest_size=8).digest()
     pieces = [answer[start : start + PART_BYTES] for start in range(0, len(answer), PART_BYTES)]
     return [encode((7, call_id, digest, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
@@ -261,4 +263,4 @@ def cut(call_id: int, answer: bytes) -> list[bytes]:
 
 def version_answer(packet: bytes) -> bytes:
     """What a packet of another version is answered: this peer's version, and some of that packet's bytes."""
-    return PREFIX + bytes([Kind.VERSION]) + packet[4:12]
+    return PREFIX + bytes([PacketKind.VERSION]) + packet[4:12]

@@ -32,7 +32,7 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport import frames
-from shoal.transport.frames import Kind, Mode, encode
+from shoal.transport.frames import FrameKind, Mode, encode
 from shoal.transport.messages import Reply, byte_views, encode_head
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calls import ConnectionRetired
@@ -191,7 +191,9 @@ class _BlockingConnection:
             self._proven_id = proven_id(self._socket)
             if not self._is_allowed:
                 raise PeerRefused(f"The peer {self._proven_id.short} is not allowed here.", peer=self._peer)
-        self._socket.sendall(frames.frame(Kind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits))))
+        self._socket.sendall(
+            frames.frame(FrameKind.HELLO, 0, encode(own_hello(transport.peer_id, self._limits)))
+        )
         outcome = self._receive_outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -277,20 +279,20 @@ class _BlockingConnection:
         if kind == _REPLY:
             if call_id == self._call_id and self._outcome is None:
                 self._on_reply(head, body)
-        elif kind == Kind.ERROR:
+        elif kind == FrameKind.ERROR:
             if call_id == self._call_id:
                 self._outcome = frames.from_wire(head, self._peer, self._method)
-        elif kind == Kind.GOODBYE:
+        elif kind == FrameKind.GOODBYE:
             self.is_usable = False
             if self._call_id < 0:
                 self._outcome = frames.from_goodbye(head, self._peer)
             elif self._call_id > head.last_call_id:
                 self._outcome = ConnectionRetired()
-        elif kind == Kind.HELLO and self._call_id < 0:
+        elif kind == FrameKind.HELLO and self._call_id < 0:
             greeting_peer(head, self._peer, self._proven_id)
             self._outcome = Reply()
         else:
-            raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
+            raise ProtocolError(f"A {FrameKind(kind).name} frame came that nothing here asked for.")
 
     def _on_reply(self, head: frames.MessageHead, body: memoryview) -> None:
         try:
@@ -313,4 +315,4 @@ class _BlockingConnection:
         self._arrivals.receive(self._call_id, reply.buffers, body, on_complete)
 
 
-_CALL, _REQUEST, _REPLY = int(Mode.CALL), int(Kind.REQUEST), int(Kind.REPLY)
+_CALL, _REQUEST, _REPLY = int(Mode.CALL), int(FrameKind.REQUEST), int(FrameKind.REPLY)

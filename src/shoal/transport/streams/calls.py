@@ -26,7 +26,7 @@ from shoal.core import (
 )
 from shoal.core.scope import settle
 from shoal.transport import frames
-from shoal.transport.frames import Kind, Mode, encode
+from shoal.transport.frames import FrameKind, Mode, encode
 from shoal.transport.limits import CallSlots
 from shoal.transport.messages import (
     EMPTY_REPLY,
@@ -206,7 +206,7 @@ class Calling:
         self.pending[call_id] = call
         if not connection.is_watched:
             connection.watch()
-        connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
+        connection.outbox.send_message(FrameKind.REQUEST, call_id, head, views, None)
         if remaining_s < TIMER_S:
             call.timer = connection.loop.call_later(remaining_s, self._expire, call)
         return call
@@ -227,7 +227,7 @@ class Calling:
             call.timer.cancel()
         if not call.is_settled:
             self._connection.forget(call.id)
-            self._connection.send(Kind.CANCEL, call.id)
+            self._connection.send(FrameKind.CANCEL, call.id)
         elif (
             call.total_bytes > frames.INLINE_BYTES
         ):  # the peer may have answered without having asked for all of them
@@ -462,7 +462,7 @@ class Serving:
             connection.arrivals.receive_later(call.id, total_bytes, functools.partial(self._start, call))
         elif self._allocate(call):
             if not len(body) and (total_bytes > frames.EAGER_BYTES or call.mode == Mode.ONE_WAY):
-                connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=False)))
+                connection.send(FrameKind.GRANT, call.id, encode(frames.GrantHead(from_start=False)))
             connection.arrivals.receive(call.id, call.buffers, body, functools.partial(self._start, call))
 
     def _wake(self, call: ServedCall) -> None:
@@ -482,7 +482,7 @@ class Serving:
             self._start(call)
         elif self._allocate(call):
             self._connection.arrivals.make_room(call.id, call.buffers)
-            self._connection.send(Kind.GRANT, call.id, encode(frames.GrantHead(from_start=True)))
+            self._connection.send(FrameKind.GRANT, call.id, encode(frames.GrantHead(from_start=True)))
 
     def _allocate(self, call: ServedCall) -> bool:
         try:
@@ -567,7 +567,7 @@ class Serving:
         views = byte_views(reply.buffers) if reply.buffers else ()
         answer = (list(map(len, views)), reply.payload)  # a MessageHead
         wire = encode_head(head.method, answer, self._max_head_bytes)
-        self._connection.outbox.send_message(Kind.REPLY, call_id, wire, views, on_sent)
+        self._connection.outbox.send_message(FrameKind.REPLY, call_id, wire, views, on_sent)
 
     def _fail(self, call: ServedCall, error: Exception) -> None:
         if call.is_over:
@@ -582,7 +582,7 @@ class Serving:
         self._send_error(call_id, error)
 
     def _send_error(self, call_id: int, error: Exception) -> None:
-        self._connection.send(Kind.ERROR, call_id, encode(frames.to_wire(error)))
+        self._connection.send(FrameKind.ERROR, call_id, encode(frames.to_wire(error)))
 
     def _expire(self, call: ServedCall) -> None:
         self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))

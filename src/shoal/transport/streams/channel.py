@@ -12,7 +12,7 @@ import msgspec
 from shoal.core import ProtocolError, UsageError
 from shoal.core.scope import settle
 from shoal.transport import frames
-from shoal.transport.frames import Kind, encode
+from shoal.transport.frames import FrameKind, encode
 from shoal.transport.messages import Reply, byte_views, encode_head
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StreamChannel:
     def open_window(self) -> None:
         """Tell the other side how many bytes it may send."""
         self._is_open = True
-        self._connection.send(Kind.WINDOW, self._call_id, encode(frames.WindowHead(self._window_bytes)))
+        self._connection.send(FrameKind.WINDOW, self._call_id, encode(frames.WindowHead(self._window_bytes)))
 
     async def send(self, payload: Any = None, buffers: Sequence[Any] = ()) -> None:
         """Send an item, when the other side has room; returns when its buffers may be changed again."""
@@ -69,7 +69,7 @@ class StreamChannel:
             self._raise_if_over()
             self._sent_bytes += cost_bytes
             outbox = self._connection.outbox
-            outbox.send_message(Kind.ITEM, self._call_id, head, views, None)
+            outbox.send_message(FrameKind.ITEM, self._call_id, head, views, None)
             left: asyncio.Future[None] = self._connection.loop.create_future()
             # small items wait too while the socket is full: a peer may open its window and yet not read
             outbox.when_sent(self._call_id, lambda: settle(left, None))
@@ -86,7 +86,7 @@ class StreamChannel:
         """Say that no more items will be sent."""
         async with self._sending:
             if not (self._is_ended_here or self._is_broken or self._answer.done()):
-                self._connection.send(Kind.END, self._call_id)
+                self._connection.send(FrameKind.END, self._call_id)
             self._is_ended_here = True
 
     async def receive(self) -> Reply | None:
@@ -102,7 +102,9 @@ class StreamChannel:
         self._held_bytes -= cost_bytes
         self._taken_bytes += cost_bytes
         if self._taken_bytes >= self._window_bytes // 4 or not self._items:
-            self._connection.send(Kind.WINDOW, self._call_id, encode(frames.WindowHead(self._taken_bytes)))
+            self._connection.send(
+                FrameKind.WINDOW, self._call_id, encode(frames.WindowHead(self._taken_bytes))
+            )
             self._taken_bytes = 0
         return item
 

@@ -31,7 +31,7 @@ from shoal.core import (
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
 from shoal.transport import frames
-from shoal.transport.frames import Kind, encode
+from shoal.transport.frames import FrameKind, encode
 from shoal.transport.limits import CallSlots, Limits
 from shoal.transport.messages import other_peer
 from shoal.transport.network.sockets import release, sending_directly
@@ -103,20 +103,20 @@ class Connection(asyncio.BufferedProtocol):
         self._descriptor: int | None = None
         self._proven_id: PeerId | None = None
         self.outbox: Outbox
-        by_kind: dict[Kind, Callable[[int, Any, memoryview], None]] = {
-            Kind.HELLO: self._on_hello,
-            Kind.REQUEST: self.serving.on_request,
-            Kind.REPLY: self.calling.on_reply,
-            Kind.ERROR: self.calling.on_error,
-            Kind.GRANT: self.calling.on_grant,
-            Kind.CANCEL: self.serving.on_cancel,
-            Kind.ITEM: self._on_item,
-            Kind.END: self._on_end,
-            Kind.WINDOW: self._on_window,
-            Kind.GOODBYE: self._on_goodbye,
+        by_kind: dict[FrameKind, Callable[[int, Any, memoryview], None]] = {
+            FrameKind.HELLO: self._on_hello,
+            FrameKind.REQUEST: self.serving.on_request,
+            FrameKind.REPLY: self.calling.on_reply,
+            FrameKind.ERROR: self.calling.on_error,
+            FrameKind.GRANT: self.calling.on_grant,
+            FrameKind.CANCEL: self.serving.on_cancel,
+            FrameKind.ITEM: self._on_item,
+            FrameKind.END: self._on_end,
+            FrameKind.WINDOW: self._on_window,
+            FrameKind.GOODBYE: self._on_goodbye,
         }
         # by number: a look-up for every frame
-        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (Kind.HELLO, *Kind)]
+        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (FrameKind.HELLO, *FrameKind)]
 
     # --- what asyncio calls ---
 
@@ -138,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.shard.access is not None:
             self._identify(self._transport)
             self.check_access()
-        self._send_now(Kind.HELLO, encode(own_hello(self.shard.peer_id, self.limits)))
+        self._send_now(FrameKind.HELLO, encode(own_hello(self.shard.peer_id, self.limits)))
         self.watch()
 
     def _identify(self, transport: asyncio.Transport) -> None:
@@ -234,8 +234,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Pass a frame, which the decoder has found, to whom it concerns."""
-        if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
-            raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
+        if self._state is _State.GREETING and kind not in (FrameKind.HELLO, FrameKind.GOODBYE):
+            raise ProtocolError(f"A {FrameKind(kind).name} frame came before the hello.")
         self._handlers[kind](call_id, head, body)
 
     # --- what the two sides of a call use ---
@@ -250,12 +250,12 @@ class Connection(asyncio.BufferedProtocol):
         """The number of calls under way, both ways."""
         return len(self.calling.pending) + len(self.serving.calls)
 
-    def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
+    def send(self, kind: FrameKind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, unless the connection is over."""
         if not self._is_over:
             self.outbox.send_frame(kind, call_id, head)
 
-    def _send_now(self, kind: Kind, head: bytes) -> None:
+    def _send_now(self, kind: FrameKind, head: bytes) -> None:
         """Send a frame that belongs to no call, without waiting for the end of this turn of the loop."""
         is_held_back = self.outbox.hold_back()
         self.send(kind, 0, head)
@@ -332,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._state = _State.LEAVING
         self.is_usable = False
-        self._send_now(Kind.GOODBYE, encode(frames.GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self._send_now(FrameKind.GOODBYE, encode(frames.GoodbyeHead(code, reason, self.serving.last_call_id)))
         self.close_when_done()
 
     def close_when_done(self) -> None:
@@ -423,7 +423,9 @@ class Connection(asyncio.BufferedProtocol):
         self._reason = self._reason or error
         code = _GOODBYE_CODES.get(type(error), "protocol")
         self.send(
-            Kind.GOODBYE, 0, encode(frames.GoodbyeHead(code, error.what[:500], self.serving.last_call_id))
+            FrameKind.GOODBYE,
+            0,
+            encode(frames.GoodbyeHead(code, error.what[:500], self.serving.last_call_id)),
         )
         self.close()
         self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)

@@ -18,7 +18,7 @@ from shoal.transport.frames import (
     MAX_CHUNK_BYTES,
     UNREADABLE,
     VERSION,
-    Kind,
+    FrameKind,
 )
 from shoal.transport.memory import Cursor, fill
 
@@ -27,23 +27,25 @@ _STRANGER_BYTES = 4 << 10  # most of it, and the largest head, for whoever has n
 _SCRATCH_BYTES = 128 << 10
 _GROWTH = 4
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
-_CHUNKS = (int(Kind.CHUNK), int(Kind.CHUNK_FROM_START))
+_CHUNKS = (int(FrameKind.CHUNK), int(FrameKind.CHUNK_FROM_START))
 _BODY_LIMITS = {
-    Kind.REQUEST: INLINE_BYTES,
-    Kind.REPLY: INLINE_BYTES,
-    Kind.ITEM: INLINE_BYTES,
-    Kind.CHUNK: MAX_CHUNK_BYTES,
-    Kind.CHUNK_FROM_START: MAX_CHUNK_BYTES,
+    FrameKind.REQUEST: INLINE_BYTES,
+    FrameKind.REPLY: INLINE_BYTES,
+    FrameKind.ITEM: INLINE_BYTES,
+    FrameKind.CHUNK: MAX_CHUNK_BYTES,
+    FrameKind.CHUNK_FROM_START: MAX_CHUNK_BYTES,
 }
 # looked up by number for every frame: a tuple is faster than a dict of enum members
-_NUM_KINDS = len(Kind) + 1
+_NUM_KINDS = len(FrameKind) + 1
 _TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
-_MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(_NUM_KINDS))
+_MAX_BODY_BYTES = tuple(
+    _BODY_LIMITS.get(FrameKind(number), 0) if number else 0 for number in range(_NUM_KINDS)
+)
 
 
 OnFrame = Callable[[int, int, Any, memoryview], None]
-"""Takes a whole frame that is no chunk: a Kind's number, call id, head and body, which is valid only until
-it returns.
+"""Takes a whole frame that is no chunk: a FrameKind's number, call id, head and body, which is valid only
+until it returns.
 """
 
 
@@ -163,7 +165,7 @@ class FrameDecoder:
             if number in _CHUNKS:
                 self.num_frames += 1
                 start = body_start
-                self._begin_chunk(call_id, body_bytes, is_from_start=number == Kind.CHUNK_FROM_START)
+                self._begin_chunk(call_id, body_bytes, is_from_start=number == FrameKind.CHUNK_FROM_START)
                 continue
             end = body_start + body_bytes
             if end > filled:
@@ -174,7 +176,7 @@ class FrameDecoder:
                 try:
                     head = decoder.decode(bytes(scratch[start + HEADER.size : body_start]))
                 except UNREADABLE as error:
-                    name = Kind(number).name
+                    name = FrameKind(number).name
                     raise ProtocolError(f"The head of a {name} frame cannot be read: {error}.") from error
             start = end
             self.num_frames += 1
@@ -206,7 +208,7 @@ class FrameDecoder:
 
     def _refusal(self, number: int, head_bytes: int, body_bytes: int) -> ShoalError:
         """Why a header is not acceptable."""
-        name = Kind(number).name
+        name = FrameKind(number).name
         if head_bytes > self._max_head_bytes:
             return LimitExceeded(
                 f"A head of {head_bytes:,} bytes arrived; {self._max_head_bytes:,} are allowed."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, Kind, frame
+from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, FrameKind, frame
 from shoal.transport.memory import Cursor
 
 _MIN_CHUNK_BYTES = 64 << 10
@@ -82,7 +82,7 @@ class Outbox:
         self.waiting_bytes = 0
         """Small frames that wait because the socket is full, and a little for each."""
 
-    def send_frame(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
+    def send_frame(self, kind: FrameKind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, before all bodies that are under way."""
         self._small.append(frame(kind, call_id, head))
         if not self._is_scheduled:
@@ -92,7 +92,7 @@ class Outbox:
 
     def send_message(
         self,
-        kind: Kind,
+        kind: FrameKind,
         call_id: int,
         head: bytes,
         views: Sequence[memoryview],
@@ -113,7 +113,7 @@ class Outbox:
             self._small.append(frame(kind, call_id, head))
             body = self._bodies[call_id] = OutgoingBody(call_id, views, total_bytes, on_sent or _nothing)
             # answers and items are expected: there is room for them
-            body.is_granted = kind is not Kind.REQUEST or total_bytes <= EAGER_BYTES
+            body.is_granted = kind is not FrameKind.REQUEST or total_bytes <= EAGER_BYTES
         if not self._is_scheduled:
             self._schedule(len(head) + min(total_bytes, INLINE_BYTES))
         elif len(self._small) >= _EARLY_FRAMES:
@@ -252,7 +252,7 @@ class Outbox:
 
     def _send_chunk(self, body: OutgoingBody) -> int:
         num_bytes = min(body.sendable_bytes, self._chunk_bytes)
-        kind = Kind.CHUNK_FROM_START if body.is_from_start else Kind.CHUNK
+        kind = FrameKind.CHUNK_FROM_START if body.is_from_start else FrameKind.CHUNK
         body.is_from_start = False
         pieces = body.take(num_bytes)
         if body.left_bytes == 0:

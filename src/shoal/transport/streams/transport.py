@@ -22,10 +22,10 @@ from shoal.core import (
     StandingScope,
     UsageError,
 )
-from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
+from shoal.transport.frames import FrameKind, GoodbyeHead, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Buffers, Channel, Into, Reply, Routes, Target, Transport
+from shoal.transport.messages import Buffers, Channel, Into, MethodTable, Reply, Target, Transport
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
@@ -60,7 +60,7 @@ class StreamTransport(Transport):
         peer_id: PeerId | None = None,
         limits: Limits | None = None,
         network: Network | None = None,
-        routes: Routes | None = None,
+        routes: MethodTable | None = None,
         membership: Membership | None = None,
         is_insecure: bool = False,
         helpers: Sequence[LoopThread] = (),
@@ -71,7 +71,7 @@ class StreamTransport(Transport):
         self._membership = None if self.network.is_simulated else membership
         self._is_insecure = is_insecure or self.network.is_simulated
         self.access = self._membership.access if self._membership else None
-        self.routes = routes or Routes()
+        self.routes = routes or MethodTable()
         in_flight = self.limits.max_bytes_in_flight
         self.budget = ByteBudget(in_flight, spare_bytes=in_flight // _SPARE_SHARE)
         self.places = ByteBudget(self.limits.max_connections)
@@ -161,7 +161,7 @@ class StreamTransport(Transport):
             any(shard.evict_silent() for shard in self._shards) and places.try_take(1)
         ):
             reason = f"all {self.limits.max_connections} connections are taken."
-            goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
+            goodbye = frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
             accepted.refuse(BUSY_ALERT if self._membership else goodbye)
             self.complaints.add("refused a connection", Peer(accepted.origin), reason)
             return

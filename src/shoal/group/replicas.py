@@ -1,4 +1,4 @@
-"""Models that FSDP2 (`fully_shard`) shards inside each machine, and a strategy trains between machines.
+"""Models that FSDP2 (`fully_shard`) shards inside each machine: the workers that hold the same shard.
 
 The workers of a machine hold one model together, and each of them shares its shard with the workers of other
 machines that hold the same shard: its *replicas*. They are all that a strategy sees of the group, which stays
@@ -15,20 +15,17 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.core.errors import UsageError
-from shoal.group import Done, Group, GroupWrapper, Handle, Loss, Reduction, share
-from shoal.group.functions import Continued, others
-from shoal.tensors import is_sharded
+from shoal.group.base import Done, Group, Handle, Loss, Reduction
+from shoal.group.functions import Continued, others, share
+from shoal.group.operations import GroupWrapper
 from shoal.topology import Weights
-
-if TYPE_CHECKING:
-    from shoal.strategies.session import TrainingSession
 
 _NOTICE_S, _NAP_S = 2.0, 0.02
 """How long a loss may take to be noticed after torch's connection to that worker has broken."""
@@ -127,32 +124,3 @@ def lost_mate(loss: Loss) -> PeerLost:
         cause="it was killed, stopped, or failed; its own output says more.",
         next_step="look at its output; the machine takes part again when the run is started again.",
     )
-
-
-def refuse_unsupported(session: TrainingSession) -> None:
-    """UsageError for what a sharded model cannot be trained with."""
-    strategy, options = session.strategy, session.options
-    if not strategy.trains_shards:
-        raise UsageError(
-            f"{strategy.name} does not train models that are sharded by FSDP2; diloco and local-sgd do.",
-            next_step="take --strategy diloco or local-sgd, or attach a model that is not sharded.",
-        )
-    whole = [name for name, tensor in session.named_parameters.items() if not is_sharded(tensor)]
-    if whole:
-        raise UsageError(
-            f"{whole[0]} is not sharded, and other parameters are: the workers of a machine would train it "
-            "apart from each other.",
-            next_step="call fully_shard on the whole model, too, and make the optimizer after that.",
-        )
-    refused = {
-        "monitor": options.monitor,
-        "should_broadcast_buffers": options.should_broadcast_buffers,
-        "on_nonfinite=skip": options.on_nonfinite == "skip",
-    }
-    for option, is_asked in refused.items():
-        if is_asked:
-            raise UsageError(
-                f"{option} does not work with a model that is sharded by FSDP2.",
-                cause="a worker sees its own shard of the gradients, or its own buffers.",
-                next_step="leave the option out; on_nonfinite=stop works.",
-            )
