@@ -46,6 +46,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.schema import with_failed
+from shoal.swarm.run import PIN_S
 from shoal.transport import Head, Membership, Reply, StreamTransport, SwarmSecret
 
 _HOST = "127.0.0.1"
@@ -235,7 +236,7 @@ class _BenchPeer:
             "name": run.state.name.hex(),
             "bits": run.state.fingerprint() if is_full else "",
             "is_balanced": run.ledger.is_balanced,
-            "sent_bytes": sum(each.outbox.sent_bytes for each in connections),
+            "sent_bytes": sum(each.outbox.sent_bytes for each in connections if each.is_usable),
             "rss_bytes": _rss_bytes(),
         }
 
@@ -386,7 +387,7 @@ class SwarmScenario:
             rates = [config.size_bytes / 1e6 / join_s for join_s in swarm.join_s]
             yield self._row("join_rate", {}, rates)
         if config.hivemind is not None:
-            yield from self._hivemind(config.hivemind, tell)
+            yield from measure_hivemind(config.hivemind, config, self._choice, tell)
 
     def _row(self, metric: str, key: RowKey, samples: Sequence[float]) -> Measured:
         return measured(metric, {**self._key, **key}, samples)
@@ -395,14 +396,17 @@ class SwarmScenario:
 
     def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Measured]:
         found: dict[str, list[float]] = {}
-        for number in range(-1, self._config.num_rounds):  # the first two warm up
+        warm_s = time.monotonic() + PIN_S  # until then peers keep what those who have just joined might need
+        while time.monotonic() < warm_s:
+            self._ceiling(swarm)
+            self._one_round(swarm)
+        for number in range(self._config.num_rounds):
             ceiling = self._ceiling(swarm)
             one = self._one_round(swarm)
-            if number >= 0:
-                tell(f"clean rounds: {number + 1} of {self._config.num_rounds}")
-                one |= {**ceiling, "round_over_ceiling": one["round"] / ceiling["ceiling"]}
-                for name, value in one.items():
-                    found.setdefault(name, []).append(value)
+            tell(f"clean rounds: {number + 1} of {self._config.num_rounds}")
+            one |= {**ceiling, "round_over_ceiling": one["round"] / ceiling["ceiling"]}
+            for name, value in one.items():
+                found.setdefault(name, []).append(value)
         for name, samples in found.items():
             yield self._row(name, {"scenario": "clean"}, samples)
 
@@ -502,36 +506,38 @@ class SwarmScenario:
             chosen = [member for member, look in pairs if look["is_first"]]
         return self._choice.choice(chosen or others)
 
-    # --- hivemind beside it ---
 
-    def _hivemind(self, python: str, tell: Tell) -> Iterator[Measured]:
-        """The same tensors through hivemind's averager, in processes of another environment."""
-        config = self._config
-        key: RowKey = {**self._key, "via": "hivemind"}
-        rounds_s: list[float] = []
-        after_s: list[float] = []
-        num_equal = 0
+# --- hivemind beside it ---
+
+
+def measure_hivemind(
+    python: str, config: SwarmConfig, choice: random.Random, tell: Tell
+) -> Iterator[Measured]:
+    """The same tensors through hivemind's averager, in processes of an environment that has it."""
+    key: RowKey = {"peers": config.num_peers, "size_bytes": config.size_bytes, "via": "hivemind"}
+    rounds_s: list[float] = []
+    with _hivemind_peers(python, config) as peers:
+        for number in range(config.num_rounds):
+            rounds_s.append(max(one["took_s"] for one in _step_all(peers)))
+            tell(f"clean rounds of hivemind: {number + 1} of {config.num_rounds}")
+    yield measured("round", {**key, "scenario": "clean"}, rounds_s)
+    after_s: list[float] = []
+    num_equal = 0
+    for number in range(min(config.num_kills, _HIVEMIND_KILLS)):
         with _hivemind_peers(python, config) as peers:
-            for number in range(config.num_rounds):
-                answers = _step_all(peers)
-                rounds_s.append(max(one["took_s"] for one in answers))
-                tell(f"clean rounds of hivemind: {number + 1} of {config.num_rounds}")
-        for number in range(min(config.num_kills, _HIVEMIND_KILLS)):
-            with _hivemind_peers(python, config) as peers:
-                usual_s = max(one["took_s"] for one in _step_all(peers))
-                for peer in peers:
-                    peer.order(order="step")
-                time.sleep(self._choice.uniform(0, usual_s))
-                hit_s = time.monotonic()
-                peers[-1].kill()
-                ends = [peer.expect() for peer in peers[:-1]]
-                after_s.append(max(end["at_s"] for end in ends) - hit_s)
-                num_equal += len({end["bits"] for end in ends}) == 1
-                tell(f"rounds of hivemind with a kill: {number + 1}")
-        yield measured("round", {**key, "scenario": "clean"}, rounds_s)
-        if after_s:
-            yield measured("after_fault", {**key, "scenario": "kill"}, after_s)
-            yield measured("same_bits", {**key, "scenario": "kill"}, [num_equal / len(after_s)])
+            usual_s = max(one["took_s"] for one in _step_all(peers))
+            for peer in peers:
+                peer.order(order="step")
+            time.sleep(choice.uniform(0, usual_s))
+            hit_s = time.monotonic()
+            peers[-1].kill()
+            ends = [peer.expect() for peer in peers[:-1]]
+            after_s.append(max(end["at_s"] for end in ends) - hit_s)
+            num_equal += len({end["bits"] for end in ends}) == 1
+            tell(f"rounds of hivemind with a kill: {number + 1}")
+    if after_s:
+        yield measured("after_fault", {**key, "scenario": "kill"}, after_s)
+        yield measured("same_bits", {**key, "scenario": "kill"}, [num_equal / len(after_s)])
 
 
 _HIVEMIND_SCRIPT = """
@@ -621,11 +627,14 @@ def summarize_swarm(report: Report) -> dict[str, Any]:
         prefix = "hivemind_" if told.key.get("via") == "hivemind" else ""
         for name, value in _figures(told.metric, str(scenario), told.samples).items():
             result[prefix + name] = value
-    is_equal = [value for name, value in result.items() if name.startswith("same_bits_")]
-    num_hung = [value for name, value in result.items() if name.startswith("hung_")]
-    if is_equal:
-        result["same_bits"] = min(is_equal) == 1.0
-        result["hung"] = int(sum(num_hung))
+    for prefix in ("", "hivemind_"):
+        equal, hung = f"{prefix}same_bits", f"{prefix}hung"
+        shares = [result.pop(name) for name in list(result) if name.startswith(f"{equal}_")]
+        counts = [result.pop(name) for name in list(result) if name.startswith(f"{hung}_")]
+        if shares:
+            result[equal] = min(shares) == 1.0
+        if counts:
+            result[hung] = int(sum(counts))
     return with_failed(report, result)
 
 
