@@ -78,7 +78,7 @@ class SwarmFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is measured."""
+    """What `shoal bench swarm` measures."""
 
     num_peers: int = 4
     size_bytes: int = 100 << 20
