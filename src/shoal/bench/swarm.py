@@ -46,7 +46,6 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.schema import with_failed
-from shoal.swarm.run import PIN_S
 from shoal.transport import Head, Membership, Reply, StreamTransport, SwarmSecret
 
 _HOST = "127.0.0.1"
@@ -395,6 +394,8 @@ class SwarmScenario:
     # --- undisturbed ---
 
     def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Measured]:
+        from shoal.swarm.run import PIN_S
+
         found: dict[str, list[float]] = {}
         warm_s = time.monotonic() + PIN_S  # until then peers keep what those who have just joined might need
         while time.monotonic() < warm_s:
