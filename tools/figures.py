@@ -18,7 +18,7 @@ import msgspec
 
 from shoal import read_report
 from shoal.bench.compare import BYTES, SECONDS, final_of, read_config
-from shoal.bench.compare_tables import ContestOutcome, amount, outcomes_of, ranking
+from shoal.bench.tables.compare import ContestOutcome, amount, outcomes_of, ranking
 from shoal.report import Report
 from shoal.report.picture import draw
 from shoal.report.statistics import MIN_SEEDS, Lead, lead_of, mean_of, t_quantile, variance_of

@@ -1,11 +1,11 @@
 """Hand-made reports of `shoal bench training`: nobody slow, and rank 1 slow."""
 
-from shoal.bench.training import METRICS
 from shoal.report import Report, Row
+from shoal.report.words import METRICS
 
 
 def row(metric, strategy, samples=None, error=None, **key):
-    unit, direction = METRICS[metric]
+    _, unit, direction = METRICS[metric]
     starts = [] if samples is None else [samples]
     key = {"strategy": strategy, **key}
     return Row(key=key, metric=metric, unit=unit, direction=direction, starts=starts, error=error)

@@ -1,3 +1,5 @@
+import contextlib
+
 import msgspec
 import pytest
 import torch
@@ -19,8 +21,11 @@ CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "diri
 
 
 @pytest.fixture
-def school(tmp_path):
-    return AccuracyWorker(BenchPlace(0, 1, "key", str(tmp_path)), CONFIG)
+def school(tmp_path, monkeypatch):
+    # what a process of its own is set to would stay with the tests that follow
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
+    place = BenchPlace(0, 1, "key", str(tmp_path))
+    return AccuracyWorker(place, msgspec.to_builtins(CONFIG), contextlib.ExitStack())
 
 
 def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):

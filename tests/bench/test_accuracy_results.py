@@ -1,11 +1,12 @@
 import msgspec
 import pytest
 
-from shoal.bench.accuracy import METRICS, AccuracyConfig, TrickSettings, trick_contenders
-from shoal.bench.accuracy_tables import accuracy_items, changes_of, headline, summarize_accuracy
+from shoal.bench.accuracy import AccuracyConfig, TrickSettings, trick_contenders
 from shoal.bench.contenders import strategy_contenders
+from shoal.bench.tables.accuracy import accuracy_items, changes_of, headline, summarize_accuracy
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import Table
+from shoal.report.words import METRICS
 
 CREATED = "2026-01-02T03:04:05+00:00"
 
@@ -16,8 +17,8 @@ def rows_of(contender, split="iid", **samples):
         Row(
             key=key,
             metric=metric,
-            unit=METRICS[metric][0],
-            direction=METRICS[metric][1],
+            unit=METRICS[metric].unit,
+            direction=METRICS[metric].direction,
             starts=[[x] for x in xs],
         )
         for metric, xs in samples.items()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import distributed
 
-from shoal.bench import collective_calls
-from shoal.bench.collective_calls import Call, Expected, Stage, difference, pattern
 from shoal.bench.collectives import Stopwatch
+from shoal.bench.processes import collectives as collective_calls
+from shoal.bench.processes.collectives import Call, Expected, Stage, difference, pattern
 from shoal.topology.weights import Weights
 
 

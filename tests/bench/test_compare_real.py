@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from shoal.bench.compare_workers import Pace, RealContest, RealTrial, shaped
+from shoal.bench.processes.compare import Pace, RealContest, RealTrial, shaped
 from shoal.core import Address, UsageError
 from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup

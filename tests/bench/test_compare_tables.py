@@ -3,8 +3,8 @@
 import pytest
 
 from bench.sample_contests import FAST, config_of, race_of, record_of, report_of
-from shoal.bench.compare import metrics_of
-from shoal.bench.compare_tables import (
+from shoal.bench.frame import measured
+from shoal.bench.tables.compare import (
     compare_items,
     conditions,
     headline,
@@ -13,9 +13,7 @@ from shoal.bench.compare_tables import (
     ranking,
     summarize_compare,
 )
-from shoal.bench.frame import measured
 from shoal.report.tables import Table
-from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript
 from shoal.transport.network.distributions import Exponential
@@ -51,7 +49,7 @@ def test_the_tables_show_figures_rankings_and_why_not(race):
 
 
 def test_a_contender_that_failed_is_named():
-    error = measured(metrics_of(facts_of("digits")), "final_accuracy", {"strategy": "pair"}, error="it died")
+    error = measured("final_accuracy", {"strategy": "pair"}, error="it died")
     config = config_of("all-reduce", "pair")
     report = report_of({"all-reduce": FAST}, config, [error])
     assert summarize_compare(report)["failed"] == 1

@@ -1,6 +1,7 @@
 """"""
 
 import io
+import itertools
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from shoal.bench import convergence as module
 from shoal.bench.convergence import (
     ConvergenceConfig,
     ConvergenceScenario,
-    SeedCourse,
+    SeedRun,
     check_memory,
     convergence_items,
     free_bytes,
@@ -27,7 +28,7 @@ from shoal.core import BenchmarkError, UsageError
 from shoal.doctor.machine import Memory
 from shoal.report import Curve, Report, Row
 from shoal.report.tables import show
-from shoal.simulate.mixture.settings import MixtureRunSettings
+from shoal.simulate.mixture.settings import MixtureEvaluation, MixtureResult, MixtureRunSettings, TrainLoss
 
 SMALL = ConvergenceConfig(
     num_experts=4, layer_dim=8, num_layers=2, num_active=2, num_trainers=3, steps=8, eval_every=3, num_seeds=2
@@ -35,20 +36,20 @@ SMALL = ConvergenceConfig(
 
 
 def course(accuracies, staleness):
-    num_updates = [1024 * (index + 1) for index in range(len(accuracies))]
-    return SeedCourse(
-        num_updates=num_updates,
-        virtual_s=[float(at) for at in num_updates],
-        losses=[0.5] * len(accuracies),
-        accuracies=accuracies,
-        train_updates=[64],
-        train_s=[1.0],
-        train_losses=[2.0],
+    evaluations = [
+        MixtureEvaluation(num_updates=at, virtual_s=float(at), loss=0.5, accuracy=accuracy)
+        for at, accuracy in zip(itertools.count(1024, 1024), accuracies)
+    ]
+    result = MixtureResult(
+        evaluations=evaluations,
+        train_loss=[TrainLoss(num_updates=64, virtual_s=1.0, loss=2.0)],
         staleness=staleness,
         expert_staleness={0: 7},
-        figures={"mean_staleness": 1.0, "virtual_s": 5.0},
-        wall_s=3.0,
+        virtual_s=5.0,
+        num_touched_experts=3,
+        num_lost=0,
     )
+    return SeedRun(result, wall_s=3.0)
 
 
 @pytest.fixture
@@ -124,12 +125,13 @@ def test_training_that_diverges_says_when(few_images):
 def test_a_seed_is_trained_and_equal_in_a_second_run(few_images):
     progress = []
     task = {"settings": msgspec.to_builtins(SMALL.of_seed(1338)), "data_dir": None}
-    first, second = (msgspec.convert(run_seed(task, progress.append), SeedCourse) for _ in range(2))
-    assert first.num_updates == [3, 6, 8]
+    runs = (msgspec.convert(run_seed(task, progress.append), SeedRun, str_keys=True) for _ in range(2))
+    first, second = (run.result for run in runs)
+    assert [each.num_updates for each in first.evaluations] == [3, 6, 8]
     assert sum(first.staleness.values()) == 8
-    assert first.figures["touched_experts"] > 0
+    assert first.num_touched_experts > 0
     assert first.diverged_after is None
-    assert msgspec.structs.replace(first, wall_s=0) == msgspec.structs.replace(second, wall_s=0)
+    assert first == second
     assert progress[-1] == "updates: 8 of 8"
 
 

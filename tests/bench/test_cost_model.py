@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from group.pretender import ManualSleeper, Pretender, ones
-from shoal.bench.cost_model import (
+from shoal.bench.forecast.cost_model import (
     Method,
     ModelLink,
     ModelNetwork,

@@ -178,12 +178,15 @@ def test_machines_are_compared_with_the_first():
 
 
 @pytest.fixture
-def alone(tmp_path):
+def alone(tmp_path, monkeypatch):
     """A worker that is alone, in this process."""
+    # what a process of its own is set to would stay with the tests that follow
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
 
     def alone(**changed):
         place = BenchPlace(0, 1, "test-ddp", str(tmp_path))
-        return DdpWorker(place, msgspec.structs.replace(TINY, num_workers=1, **changed))
+        config = msgspec.structs.replace(TINY, num_workers=1, **changed)
+        return DdpWorker(place, msgspec.to_builtins(config), contextlib.ExitStack())
 
     return alone
 

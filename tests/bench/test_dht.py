@@ -6,10 +6,10 @@ import re
 import msgspec
 import pytest
 
-from shoal.bench import dht_hosts
 from shoal.bench.dht import DhtConfig, ExpertsPlan, KeysPlan, config_of
-from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.frame import make_scenario
+from shoal.bench.processes import dht as dht_hosts
+from shoal.bench.tables.dht import dht_items, summarize_dht
 from shoal.cli.program import run
 from shoal.core import UsageError
 from shoal.core.placement import num_cores

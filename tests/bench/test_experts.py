@@ -221,10 +221,10 @@ def test_too_few_files_are_told_in_terms_of_clients(monkeypatch):
 
     monkeypatch.setattr(experts, "ensure_open_files", refuse)
     with pytest.raises(UsageError) as told:
-        ensure_files(config, should_raise=False)
+        ensure_files(config.num_files, should_raise=False)
     assert "--increase-file-limit" in told.value.next_step
     with pytest.raises(UsageError) as told:
-        ensure_files(config, should_raise=True)
+        ensure_files(config.num_files, should_raise=True)
     assert "--num-clients" in told.value.next_step
     assert "peers" not in str(told.value)
 

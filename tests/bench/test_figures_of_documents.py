@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.contenders import Spread, iteration_text, workers_text
+from shoal.bench.contenders import Spread, iteration_text
 
 
 def test_deviations_are_the_population_s():
@@ -9,6 +9,5 @@ def test_deviations_are_the_population_s():
     assert str(Spread.of([5.0])) == "5.0 +-0.0"
 
 
-def test_words_for_workers():
+def test_the_line_of_an_iteration():
     assert iteration_text(3, 12.34) == "Iter #3: 12.3 img/sec per GPU"
-    assert (workers_text(1), workers_text(2)) == ("1 worker", "2 workers")

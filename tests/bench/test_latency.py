@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.bench import latency, latency_workers
+from shoal.bench import latency
 from shoal.bench.frame import MeasuredCurve, make_scenario
 from shoal.bench.latency import (
     LatencyConfig,
@@ -20,7 +20,8 @@ from shoal.bench.latency import (
     parsed_methods,
     summarize_latency,
 )
-from shoal.bench.latency_workers import Baseline, Load, Pings, latencies, rates, run_point
+from shoal.bench.processes import latency as latency_workers
+from shoal.bench.processes.latency import Baseline, Load, Pings, latencies, rates, run_point
 from shoal.cli.program import run
 from shoal.core import PeerLost, UsageError
 from shoal.core.virtual import run_virtual

@@ -8,9 +8,9 @@ from shoal.bench.ddp import DdpConfig, DdpFlags, DdpScenario, ddp_config, ddp_it
 from shoal.bench.frame import RunFlags
 from shoal.bench.ranks import HostFlags
 from shoal.bench.scaling import ScalingConfig, ScalingFlags, ScalingScenario, scaling_config
-from shoal.bench.scaling_tables import scaling_items, summarize_scaling
+from shoal.bench.tables.scaling import scaling_items, summarize_scaling
+from shoal.bench.tables.training import summarize_training, training_items
 from shoal.bench.training import TrainingConfig, TrainingFlags, TrainingScenario, training_config
-from shoal.bench.training_tables import summarize_training, training_items
 from shoal.core import UsageError
 from shoal.models import model_named
 from shoal.report import Report, Row

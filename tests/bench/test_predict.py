@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from shoal.bench.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
+from shoal.bench.forecast.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
+from shoal.bench.forecast.predict import forecast_curves, forecast_items, forecast_of, forecast_result
 from shoal.bench.frame import Measured
-from shoal.bench.predict import forecast_curves, forecast_items, forecast_of, forecast_result
 from shoal.bench.scaling import ScalingConfig, ScalingScenario
 from shoal.core import ReportError
 from shoal.report import Report, Row
@@ -160,6 +160,7 @@ def test_real_runs_over_shaped_links_come_within_fifteen_percent(tmp_path, betwe
         num_iters=4,
         profile=str(profile),
         between=between,
+        should_predict=True,  # so that what mixing takes is measured too, which the formula counts
     )
     scenario = ScalingScenario(msgspec.to_builtins(config), 0)
     rows = [

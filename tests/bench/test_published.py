@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from shoal.bench import published
+from shoal.bench.forecast import published
 from shoal.report.tables import Table
 
 

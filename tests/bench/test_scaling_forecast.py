@@ -1,7 +1,7 @@
 import msgspec
 
 from shoal.bench.scaling import PointSpeeds, ScalingConfig, ScalingPoint, predicted_curves, rows_of
-from shoal.bench.scaling_tables import predicted_items, predicted_result
+from shoal.bench.tables.scaling import predicted_items, predicted_result
 from shoal.report import Report
 
 CONFIG = ScalingConfig(

@@ -25,10 +25,12 @@ def point(strategy, batch_size=4):
 
 
 @pytest.fixture
-def bench(tmp_path):
+def bench(tmp_path, monkeypatch):
     """A worker that is alone, in this very process."""
+    # what a process of its own is set to would stay with the tests that follow
+    monkeypatch.setattr(BenchPlace, "set_up_process", lambda self: None)
     with contextlib.ExitStack() as stack:
-        yield ScalingWorker(BenchPlace(0, 1, "alone", str(tmp_path)), CONFIG, stack)
+        yield ScalingWorker(BenchPlace(0, 1, "alone", str(tmp_path)), msgspec.to_builtins(CONFIG), stack)
 
 
 def count_steps(bench, strategy):

@@ -1,5 +1,5 @@
 from shoal.bench.scaling import PROCESSORS, PointSpeeds, ScalingPoint, processor_rows, rows_of
-from shoal.bench.scaling_tables import scaling_items, summarize_scaling
+from shoal.bench.tables.scaling import scaling_items, summarize_scaling
 from shoal.report import Report, Row
 from shoal.report.tables import Table
 

@@ -25,8 +25,8 @@ def by_key(rows):
 def rows():
     """Two workers, of which rank 1 is slow, and a parameter server beside them."""
     strategies = (*TINY.strategies, "parameter-server")
-    # so slow that no other load of the machine hides it
-    slow = msgspec.structs.replace(TINY, slow_rank=1, slow_factor=50.0, strategies=strategies)
+    # so slow, in so short blocks, that no other load of the machine hides it
+    slow = msgspec.structs.replace(TINY, slow_rank=1, slow_factor=200.0, iterations=4, strategies=strategies)
     return by_key(measure(slow))
 
 
@@ -53,8 +53,7 @@ def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
 def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
     waited = {rank: sum(rows["waited", "all-reduce", rank, 1 - rank].samples) for rank in (0, 1)}
     assert waited[0] > 3 * waited[1]
-    # the smaller of two: what else runs on the machine may slow down what a block is compared with
-    assert min(rows["fraction_of_own_speed", "all-reduce", 0].samples) < 0.5
+    assert max(rows["fraction_of_own_speed", "all-reduce", 0].samples) < 0.5
     assert not [key for key in rows if key[:2] == ("waited", "pair")]
 
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from shoal.bench import training_by_hand
-from shoal.bench.frame import RunFlags, RunSettings, run_benchmark
+from shoal.bench.frame import RunFlags, RunSettings, measured, run_benchmark
 from shoal.bench.ranks import HostFlags
-from shoal.bench.training import TrainingConfig, TrainingFlags, row
+from shoal.bench.training import TrainingConfig, TrainingFlags
 from shoal.bench.training_by_hand import (
     Role,
     by_hand_config,
@@ -80,7 +80,7 @@ def test_the_figures_of_one_worker():
         ("examples_per_s_per_worker", [10.0, 14.0]),
         ("seconds_per_iteration", [0.1, 0.2]),
     ):
-        told = msgspec.to_builtins(row(metric, key))
+        told = msgspec.to_builtins(measured(metric, key))
         rows.append(
             Row(**{name: told[name] for name in ("key", "metric", "unit", "direction")}, starts=[samples])
         )

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from shoal.bench.tables.training import becomes_text, figure_lines
 from shoal.bench.training import OPTIMIZERS, optimizer_named
-from shoal.bench.training_tables import becomes_text, figure_lines
 from shoal.core import UsageError
 from shoal.report import Report, Row
 from shoal.strategies import BUILT_IN

@@ -1,7 +1,7 @@
 import pytest
 
 from bench.sample_training import EVEN, SLOW, report, row
-from shoal.bench.training_tables import (
+from shoal.bench.tables.training import (
     MAX_RANKS,
     headline,
     slow_worker,

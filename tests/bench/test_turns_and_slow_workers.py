@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.bench.collectives import taking_turns
-from shoal.bench.training_tables import median_interval, slowest_by_times, slowest_by_waits
+from shoal.bench.tables.training import median_interval, slowest_by_times, slowest_by_waits
 
 
 def test_turns_go_back_and_forth():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shoal.cli.output import counted, ends_by_signal, live_line, say, text_stream, write_encoded, write_json
+from shoal.cli.output import ends_by_signal, live_line, say, text_stream, write_encoded, write_json
 from shoal.report.tables import tell_result
 
 
@@ -37,10 +37,6 @@ def test_the_result_is_for_programs_and_not_for_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     tell_result({"x": 1}, sys.stdout)
     assert capsys.readouterr().out == ""
-
-
-def test_counts_agree_with_their_nouns():
-    assert [counted(number, "peer") for number in (0, 1, 1234)] == ["0 peers", "1 peer", "1,234 peers"]
 
 
 def test_a_line_a_minute_where_there_is_no_terminal(capsys):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.report.units import digits, percent, scale_for
+from shoal.report.units import counted, digits, percent, scale_for
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,8 @@ def test_three_digits(value, shown):
 )
 def test_percentages_have_one_sign_for_zero(value, shown):
     assert percent(value) == shown
+
+
+def test_counts_agree_with_their_nouns():
+    assert [counted(number, "peer") for number in (0, 1, 1234)] == ["0 peers", "1 peer", "1,234 peers"]
+    assert counted(2, "process", "processes") == "2 processes"

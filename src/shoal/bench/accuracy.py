@@ -6,7 +6,7 @@ is on examples that nobody trains on: of the mean of all workers' models, and of
 
 Contenders are neighbour averaging with BlueFog's tricks, or any strategies. The tricks: a smaller learning
 rate where warm-up begins, an average of all workers now and then, and a decay of the learning rate after 25
-instead of 30 parts in 90 of the run. What the samples say is `accuracy_tables`'.
+instead of 30 parts in 90 of the run. What the samples say is `tables.accuracy`'.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,26 +35,26 @@ from shoal.bench.contenders import (
     workers_device,
 )
 from shoal.bench.frame import (
-    Direction,
     Measured,
     MeasuredCurve,
-    Metrics,
     RowKey,
     RunFlags,
     Tell,
+    curve,
     measured,
     same_fields,
 )
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
-    Helper,
     LocalWorkers,
     OpenWorkers,
     Parent,
     Workers,
     WorkerSettings,
     one_line,
+    server_place,
+    start_servers,
 )
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
@@ -74,17 +73,9 @@ Model = Literal["small-mlp", "small-cnn"]
 ACCURACY, WORST, DISTANCE, LOSS = "accuracy", "worst_accuracy", "consensus_distance", "loss"
 FINAL, WORST_FINAL, TO_TARGET = "final_accuracy", "worst_final_accuracy", "seconds_to_target"
 BYTES, SPEED = "bytes_sent", "examples_per_s"
-CURVES: dict[str, Direction] = {ACCURACY: "higher", WORST: "higher", DISTANCE: "lower", LOSS: "lower"}
-METRICS: Metrics = {
-    FINAL: ("", "higher"),
-    WORST_FINAL: ("", "higher"),
-    TO_TARGET: ("s", "lower"),
-    BYTES: ("B", "lower"),
-    SPEED: ("1/s", "higher"),
-    DISTANCE: ("", "lower"),
-}
+CURVES = (ACCURACY, WORST, DISTANCE, LOSS)
+FIGURES = (FINAL, WORST_FINAL, TO_TARGET, BYTES, SPEED, DISTANCE)
 """At the end of a run; of all workers together. `seconds_to_target` is left out where it was not reached."""
-_measured = partial(measured, METRICS)
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
@@ -185,10 +176,8 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_servers: int = 1
     """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
     steps: int = 300
-    """Of each worker."""
     eval_every: int = 30
     batch_size: int = 16
-    """Of each worker."""
     learning_rate: float = 0.1
     """BlueFog's 0.0125 for each of 8 workers."""
     momentum: float = 0.9
@@ -257,14 +246,12 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
 
 def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
     """Collect the options for all strategies that have them."""
-    common: dict[str, Any] = dict(flags.option)
-    if flags.topology is not None:
-        common["topology"] = flags.topology
-    if flags.order != "both":
-        common["order"] = flags.order
-    if flags.global_average_every is not None:
-        common["global_average_every"] = str(flags.global_average_every)
-    return common
+    given = {
+        "topology": flags.topology,
+        "order": None if flags.order == "both" else flags.order,
+        "global_average_every": flags.global_average_every,
+    }
+    return {**flags.option, **{name: str(value) for name, value in given.items() if value is not None}}
 
 
 def fetch_data(flags: AccuracyFlags) -> None:
@@ -306,7 +293,7 @@ class TrickSettings(msgspec.Struct, frozen=True):
 
     @property
     def tricks(self) -> dict[str, dict[str, Any]]:
-        """By name: what a trick changes of it."""
+        """Says what each trick changes of it, by name."""
         each: dict[str, dict[str, Any]] = {
             WARMUP: {"warmup_factor": 0.1 / self.num_workers},
             AVERAGE: {"global_average_every": self.global_average_every},
@@ -351,18 +338,17 @@ class AccuracyRun(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows and curves."""
+        """The key of its rows and curves."""
         return {"contender": self.contender.name, "split": self.split}
 
     @property
-    def needs_servers(self) -> bool:
-        """Whether there are processes beside the workers."""
-        return needs_servers(self.contender.strategy)
+    def group_name(self) -> str:
+        """The name of the group that its workers open."""
+        return f"accuracy-{self.number}"
 
-    @property
-    def has_counted_bytes(self) -> bool:
-        """Whether all that it sends goes through the group."""
-        return not sends_by_itself(self.contender.strategy)
+    def num_servers(self, config: AccuracyConfig) -> int:
+        """How many processes there are beside the workers."""
+        return config.num_servers if needs_servers(self.contender.strategy) else 0
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -372,7 +358,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     moved: dict[str, tuple[int, int]]
     """By operation: bytes sent and received."""
     accuracy: float
-    """Of its own model."""
+    """The accuracy of its own model."""
     consensus_distance: float | None
     """None where it is not finite."""
     mean_accuracy: float = 0.0
@@ -395,7 +381,7 @@ class AccuracyCourse:
         self.values: dict[str, list[float]] = {metric: [] for metric in CURVES}
 
     def add(self, step: int, evaluations: list[Evaluation]) -> None:
-        """All workers' evaluations after `step` steps of each; BenchmarkError when it has diverged."""
+        """Take all workers' evaluations after `step` steps of each; BenchmarkError when it has diverged."""
         first = evaluations[0]
         if not first.is_finite:
             raise BenchmarkError(
@@ -423,19 +409,18 @@ class AccuracyCourse:
             DISTANCE: self.values[DISTANCE][-1],
             SPEED: config.num_workers * config.batch_size * config.steps / axes["s"][-1],
         }
-        if self.run.has_counted_bytes:
-            finals[BYTES] = axes["bytes"][-1]
-        else:
+        if sends_by_itself(self.run.contender.strategy):
             del axes["bytes"]
+        else:
+            finals[BYTES] = axes["bytes"][-1]
         reached = where_reached(self.values[ACCURACY], config.target_accuracy)
         if reached is not None:
             finals[TO_TARGET] = axes["s"][reached]
-        for metric in METRICS:
+        for metric in FIGURES:
             if metric in finals:
-                yield _measured(metric, self.run.key, [finals[metric]])
-        for metric, direction in CURVES.items():
-            points = {**axes, "value": self.values[metric]}
-            yield MeasuredCurve(key=self.run.key, metric=metric, unit="", direction=direction, points=points)
+                yield measured(metric, self.run.key, [finals[metric]])
+        for metric in CURVES:
+            yield curve(metric, self.run.key, {**axes, "value": self.values[metric]})
 
 
 class AccuracyScenario:
@@ -449,7 +434,7 @@ class AccuracyScenario:
         """One run after another; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
-            "shoal.bench.accuracy:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+            "shoal.bench.accuracy:AccuracyWorker", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         pairs = [(split, contender) for split in config.splits for contender in config.contenders]
         with self.open_workers(settings) as workers:
@@ -462,13 +447,12 @@ class AccuracyScenario:
                     yield from self._train(workers, run).told(config)
                 except BenchmarkError as error:
                     tell(f"{contender.name}, {split} failed: {one_line(error)}")
-                    yield _measured(FINAL, run.key, error=one_line(error))
+                    yield measured(FINAL, run.key, error=one_line(error))
 
     def _train(self, workers: Workers, run: AccuracyRun) -> AccuracyCourse:
         config, course = self._config, AccuracyCourse(run)
-        for server in range(config.num_servers if run.needs_servers else 0):
-            role = {"run": msgspec.to_builtins(run), "server": server, "config": msgspec.to_builtins(config)}
-            workers.start_helper(Helper("shoal.bench.accuracy:serve_parameters", f"server {server}", role))
+        role = {"run": msgspec.to_builtins(run), "config": msgspec.to_builtins(config)}
+        start_servers(workers, "shoal.bench.accuracy:serve_parameters", run.num_servers(config), **role)
         step = 0
         evaluations = workers.ask("begin", run=msgspec.to_builtins(run))
         try:
@@ -484,7 +468,7 @@ class AccuracyScenario:
 
 
 def bytes_moved(moved: list[dict[str, tuple[int, int]]]) -> int:
-    """All bytes that went from one process to another, each counted once.
+    """Count all bytes that went from one process to another, each once.
 
     What one side alone asks for, as a fetch or a put, only that side has counted; all else both have.
     """
@@ -504,26 +488,14 @@ def where_reached(values: list[float], target: float) -> int | None:
 # --- a worker ---
 
 
-def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> AccuracyWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    worker = AccuracyWorker(place, msgspec.convert(arguments, AccuracyConfig))
-    stack.push(worker.close)
-    return worker
-
-
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one run until the workers are done with it."""
-    place = msgspec.convert(arguments["place"], BenchPlace)
-    place.set_up_process()
-    role = arguments["arguments"]
+    place, role = server_place(arguments)
     run, config = msgspec.convert(role["run"], AccuracyRun), msgspec.convert(role["config"], AccuracyConfig)
-    contender = run.contender
-    with place.open_with_servers(_group_name(run), config.num_servers, role["server"]) as group:
-        model, optimizer = beginner(config, place.device(config.device))
-        strategy = make_contender(group, contender.strategy, contender.options)
+    with place.open_with_servers(run.group_name, config.num_servers, role["server"]) as group:
+        strategy = make_contender(group, run.contender.strategy, run.contender.options)
         with contextlib.suppress(SystemExit):
-            strategy.attach(model, optimizer)
+            strategy.attach(*beginner(config, place.device(config.device)))
 
 
 def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
@@ -539,16 +511,21 @@ def trainee_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
 class AccuracyWorker:
     """What one worker has of the data, and the trainee under way; its methods are the orders."""
 
-    def __init__(self, place: BenchPlace, config: AccuracyConfig) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        place.set_up_process()
         self._place = place
-        self._config = config
+        self._config = config = msgspec.convert(arguments, AccuracyConfig)
         device = place.device(config.device)
-        parts = parts_of(config, place.rank)
-        self._parts = {split: _moved(part, device) for split, part in parts.items()}
-        self._test = _moved(examples_of(config, train=False), device)
+
+        def moved(batch: Batch) -> Batch:
+            return batch[0].to(device), batch[1].to(device)
+
+        self._parts = {split: moved(part) for split, part in parts_of(config, place.rank).items()}
+        self._test = moved(examples_of(config, train=False))
         self._probe, _ = beginner(config, device)
         self._attached: tuple[Trainee, Strategy, Metered] | None = None
         self._stack = contextlib.ExitStack()
+        stack.push(self._stack)
 
     def ready(self) -> None:
         """Do what takes longer when a process does it for the first time."""
@@ -564,11 +541,11 @@ class AccuracyWorker:
         from shoal.group.observed import Metered
 
         chosen = msgspec.convert(run, AccuracyRun)
-        if chosen.needs_servers:
-            group = self._place.open_with_servers(_group_name(chosen), self._config.num_servers)
-        else:
-            machines = self._config.workers_per_machine
-            group = self._place.open_group(_group_name(chosen), workers_per_machine=machines)
+        group = self._place.open_group(
+            chosen.group_name,
+            workers_per_machine=self._config.workers_per_machine,
+            num_servers=chosen.num_servers(self._config),
+        )
         metered = Metered(self._stack.enter_context(group))
         trainee = trainee_of(self._config, self._parts[chosen.split], self._place.rank)
         contender = chosen.contender
@@ -589,10 +566,6 @@ class AccuracyWorker:
         self._attached = None
         self._stack.close()
 
-    def close(self, *failure: Any) -> None:
-        """As `finish`; after a failure without a word to the others."""
-        self._stack.__exit__(*failure)
-
     def _evaluate(self, seconds: float) -> Evaluation:
         from shoal.simulate.tasks import accuracy_of
         from shoal.strategies.averaging import common_model
@@ -610,10 +583,6 @@ class AccuracyWorker:
         self._probe.load_state_dict(mean)
         score = accuracy_of(self._probe, self._test)
         return Evaluation(seconds, moved, accuracy, distance, score.value, score.loss)
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    return batch[0].to(device), batch[1].to(device)
 
 
 def beginner(config: AccuracyConfig, device: torch.device | None = None) -> tuple[nn.Module, SGD]:
@@ -652,7 +621,3 @@ def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Batch]:
         own = torch.from_numpy(divide(y.numpy(), config.num_workers, split, config.seed)[rank])
         parts[split] = x[own], y[own]
     return parts
-
-
-def _group_name(run: AccuracyRun) -> str:
-    return f"accuracy-{run.number}"

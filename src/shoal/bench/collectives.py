@@ -5,7 +5,7 @@ sample, whosever it is, and a sample is the time of the slowest of them. On a CP
 GPU it is that of many calls which are issued back to back, divided by their number: nobody waits for the GPU
 in between. With `machines` the workers are those of several machines, which talk over streams: once in the
 clear, once encrypted, and gloo takes turns with both.
-What is called, and how results are checked, is `collective_calls`'.
+What is called, and how results are checked, is `processes.collectives`'.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items, title_line
 
 if TYPE_CHECKING:
     import torch
 
-    from shoal.bench.collective_calls import Call
+    from shoal.bench.processes.collectives import Call
     from shoal.group import Group
 
 T = TypeVar("T")
@@ -116,11 +116,6 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "A size is a whole number of float32, 4 bytes each.",
                 next_step="say, for example, --sizes 4KB,1MB.",
             )
-
-    @property
-    def num_back_to_back(self) -> int:
-        """Calls of one sample."""
-        return self.calls_per_sample or CALLS_PER_SAMPLE[self.device]
 
     @property
     def encryptions(self) -> tuple[str, ...]:
@@ -255,7 +250,7 @@ class CollectivesScenario:
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
-        for settings, key in self._settings_between_machines() if self._config.machines else self._settings():
+        for settings, key in self._settings():
             where = _place_text(int(key.get("machines", 0)), int(key["workers"]))
             with self.open_workers(settings) as workers:
                 for op in self._config.ops or OPS:
@@ -267,13 +262,11 @@ class CollectivesScenario:
                         )
 
     def _settings(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
-        for num_workers in self._config.workers:
-            arguments = {"device": self._config.device}
-            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, arguments)
-            yield settings, {"workers": num_workers}
-
-    def _settings_between_machines(self) -> Iterator[tuple[WorkerSettings, RowKey]]:
+        """The workers that are started, and the key of their rows: on one machine, or on several."""
         config = self._config
+        for num_workers in () if config.machines else config.workers:
+            settings = WorkerSettings("shoal.bench.collectives:work", num_workers, {"device": config.device})
+            yield settings, {"workers": num_workers}
         function = "shoal.bench.collectives:work_between_machines"
         for machines, workers in config.machines:
             key: RowKey = {"machines": machines, "workers": workers}
@@ -296,7 +289,7 @@ class CollectivesScenario:
         details = {
             "num_rounds": num_rounds,
             "samples_per_round": -(-repeats // num_rounds),
-            "calls_per_sample": self._config.num_back_to_back,
+            "calls_per_sample": self._config.calls_per_sample or CALLS_PER_SAMPLE[self._config.device],
         }
         try:
             answers = workers.ask("measure", op=op, size_bytes=size_bytes, **details)
@@ -323,7 +316,7 @@ def _key_of(key: RowKey, via: str) -> RowKey:
 
 
 def usual_repeats(size_bytes: int, device: str) -> int:
-    """As many as a steady median takes: small calls scatter most, large ones take longest."""
+    """Return as many as a steady median takes: small calls scatter most, large ones take longest."""
     return next(repeats for limit, repeats in _REPEATS[device] if size_bytes <= limit)
 
 
@@ -445,7 +438,7 @@ class Stopwatch:
         return times | wrong
 
     def _calls(self, op: str, size_bytes: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, Call]]:
-        from shoal.bench.collective_calls import GLOO_CALLS, SHOAL, Stage
+        from shoal.bench.processes.collectives import GLOO_CALLS, SHOAL, Stage
 
         num_elements = size_bytes // _ELEMENT_BYTES
         for via, each in self._contenders.items():
@@ -458,7 +451,7 @@ class Stopwatch:
 
     def _complaint(self, call: Call) -> str:
         """Say what is wrong with the first result of a call; nothing where it is right."""
-        from shoal.bench.collective_calls import difference
+        from shoal.bench.processes.collectives import difference
 
         self._group.barrier().wait()
         complaint = ""
@@ -589,12 +582,12 @@ def _table(report: Report, cases: Mapping[CollectiveCase, Mapping[str, Row]]) ->
 
 def _place_text(num_machines: int, num_workers: int) -> str:
     """'2 workers', or '2 machines of 1 worker'."""
-    workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    workers = counted(num_workers, "worker")
     return f"{num_machines} machines of {workers}" if num_machines else workers
 
 
 def size_text(size_bytes: int) -> str:
-    """As people write sizes: '25 MB'."""
+    """Write a size as people do: '25 MB'."""
     for unit, name in ((MIB, "MB"), (KIB, "KB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:g} {name}"
@@ -634,7 +627,7 @@ class CollectiveCase(NamedTuple):
     machines: int
     """0 where all workers are on one."""
     workers: int
-    """On each machine."""
+    """How many there are on each machine."""
     size_bytes: int
 
     @property

@@ -3,7 +3,7 @@
 Two phases. In the first every contender tries each learning rate of one grid, with a seed that is none of the
 contest's; in the second it runs with its best, once for each seed. All runs are independent, so that they are
 spread over processes; what each of them does is `simulate.contest`'s, and what the contest's rows mean
-`compare_tables`'.
+`tables.compare`'.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.compare_workers import RealContest
 from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, Noted, RowKey, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell, curve, measured
+from shoal.bench.processes.compare import RealContest
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -26,7 +26,7 @@ from shoal.data.splits import IID, check_split
 from shoal.report.units import digits
 from shoal.simulate.contest import Executor, Trial
 from shoal.simulate.exact import run_exact
-from shoal.simulate.job import CourseRecord, Moment, TrainingJob
+from shoal.simulate.job import CourseRecord, TrainingJob
 from shoal.simulate.stacked.executor import refuse_unfit
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.tasks import make_task
@@ -138,7 +138,7 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def read_config(config: Mapping[str, Any]) -> CompareConfig:
-    """As a report holds it."""
+    """Read the configuration of a contest as a report holds it."""
     return msgspec.convert(dict(config), CompareConfig, str_keys=True)
 
 
@@ -236,7 +236,7 @@ _FALLEN = 0.2  # of that way, lost again at the end
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Of one run: what kind, and where its score was best."""
+    """Why one run did not reach the target: what kind, and where its score was best."""
 
     kind: str
     best: float | None = None
@@ -251,7 +251,7 @@ def shown_score(facts: TaskFacts, value: float) -> str:
 
 
 def shown_target(facts: TaskFacts, value: float) -> str:
-    """As it was asked for."""
+    """Show a target as it was asked for."""
     return f"{100 * value:g} %" if facts.score == "accuracy" else f"{value:g}"
 
 
@@ -277,12 +277,12 @@ def reasons_of(records: Sequence[CourseRecord], where: str = "") -> dict[str, in
 
 
 def unfit(why: str) -> str:
-    """Of one that did not do a single step."""
+    """Say why one did not do a single step."""
     return f"could not take part: {clause(why)}"
 
 
 def ended_early(record: CourseRecord) -> str:
-    """Of one that no worker has brought to its end."""
+    """Say why no worker has brought one to its end."""
     rank, why = min(record.ended.items())
     return f"ended early, rank {rank} says: {clause(why)}"
 
@@ -327,40 +327,12 @@ MAX_MAPPED = 32
 """Workers up to which it is told who waited for whom."""
 
 
-def final_of(facts: TaskFacts) -> str:
-    """The metric of the last score of the mean of all models."""
-    return f"final_{facts.score}"
+def score_of(facts: TaskFacts, which: Literal["final", "worst_final", "tuning"]) -> str:
+    """The metric of a last score: of the mean of all models, of the worst worker's, or of the mean in tuning.
 
-
-def worst_of(facts: TaskFacts) -> str:
-    """The metric of the worst worker's last score."""
-    return f"worst_final_{facts.score}"
-
-
-def tuning_of(facts: TaskFacts) -> str:
-    """The metric of the last score in tuning; a rate without such a row has diverged."""
-    return f"tuning_{facts.score}"
-
-
-def metrics_of(facts: TaskFacts) -> Metrics:
-    """Of a contest at one task."""
-    return {
-        SECONDS: ("s", "lower"),
-        BYTES: ("B", "lower"),
-        STEPS: ("", "lower"),
-        final_of(facts): ("", facts.direction),
-        worst_of(facts): ("", facts.direction),
-        DISTANCE: ("", "lower"),
-        MEAN_STALENESS: ("", "lower"),
-        RUN_SECONDS: ("s", "lower"),
-        SENT: ("B", "lower"),
-        tuning_of(facts): ("", facts.direction),
-        CHOSEN: ("", "higher"),
-        STALENESS: ("", "lower"),
-        WAITED: ("s", "lower"),
-        NOT_REACHED: ("", "lower"),
-        ENDED_EARLY: ("", "lower"),
-    }
+    A rate without a row of the last has diverged.
+    """
+    return f"{which}_{facts.score}"
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -372,22 +344,19 @@ class Finish(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> RowKey:
-        """Of its rows and curves."""
+        """The key of its rows and curves."""
         return {"strategy": self.name}
 
     def told(self, config: CompareConfig) -> Iterator[Measured | MeasuredCurve]:
         """One sample, and one line, for each seed."""
         facts = facts_of(config.task)
-        metrics = metrics_of(facts)
         for record in self.records:
-            figures = _figures(record, facts, config.target)
-            for metric in metrics:
-                if metric in figures:
-                    yield measured(metrics, metric, self.key, [figures[metric]])
+            for metric, figure in _figures(record, facts, config.target).items():
+                yield measured(metric, self.key, [figure])
             yield from self._curves(record, facts)
             for behind, count in sorted(record.staleness.items()):
-                yield measured(metrics, STALENESS, {**self.key, "behind": behind}, [float(count)])
-        yield from self._waits(metrics)
+                yield measured(STALENESS, {**self.key, "behind": behind}, [float(count)])
+        yield from self._waits()
         arrived: list[CourseRecord] = []
         missed: list[CourseRecord] = []
         for record in self.records:
@@ -395,10 +364,10 @@ class Finish(msgspec.Struct, frozen=True):
             (arrived if is_reached else missed).append(record)
         for why, count in reasons_of(missed, edge_of(config, self.rate)).items():
             for _ in range(count):
-                yield measured(metrics, NOT_REACHED, {**self.key, "why": why}, [1.0])
+                yield measured(NOT_REACHED, {**self.key, "why": why}, [1.0])
         for record in arrived:
             if record.has_ended_early:
-                yield measured(metrics, ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
+                yield measured(ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
 
     def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[MeasuredCurve]:
         if not record.moments:
@@ -408,16 +377,17 @@ class Finish(msgspec.Struct, frozen=True):
             "s": [moment.at_s for moment in record.moments],
             "bytes": [float(moment.moved_bytes) for moment in record.moments],
         }
-        for metric, values in _courses(record.moments, facts).items():
-            yield MeasuredCurve(
-                key=self.key,
-                metric=metric,
-                unit="",
-                direction=facts.direction if facts.score in metric else "lower",
-                points={**axes, "value": values},
-            )
+        fields = {
+            facts.score: "value",
+            f"worst_{facts.score}": "worst",
+            "loss": "loss",
+            DISTANCE: "consensus_distance",
+        }
+        for metric, field in fields.items():
+            values = [float(getattr(moment, field)) for moment in record.moments]
+            yield curve(metric, self.key, {**axes, "value": values})
 
-    def _waits(self, metrics: Metrics) -> Iterator[Measured]:
+    def _waits(self) -> Iterator[Measured]:
         maps = [record.waited_s for record in self.records if record.waited_s]
         if not maps or len(maps[0]) > MAX_MAPPED:
             return
@@ -428,11 +398,11 @@ class Finish(msgspec.Struct, frozen=True):
                     continue
                 key = {**self.key, "rank": rank, "waited_for": awaited}
                 for wait_s in waits_s:
-                    yield measured(metrics, WAITED, key, [wait_s])
+                    yield measured(WAITED, key, [wait_s])
 
 
 def edge_of(config: CompareConfig, rate: float) -> str:
-    """At which end of the grid a rate is, beyond which there may be a better one; '' for neither."""
+    """Say at which end of the grid a rate is, as there may be a better one beyond; '' for neither."""
     if not config.is_tuned:
         return ""
     if rate == min(config.learning_rates):
@@ -454,25 +424,13 @@ def _figures(record: CourseRecord, facts: TaskFacts, target: float) -> dict[str,
     if record.has_ended_early:
         return figures
     figures |= {
-        final_of(facts): last.value,
-        worst_of(facts): last.worst,
+        score_of(facts, "final"): last.value,
+        score_of(facts, "worst_final"): last.worst,
         DISTANCE: last.consensus_distance,
-        RUN_SECONDS: last.at_s,
-        SENT: float(last.moved_bytes),
     }
     if record.mean_staleness is not None:
         figures[MEAN_STALENESS] = record.mean_staleness
-    return figures
-
-
-def _courses(moments: Sequence[Moment], facts: TaskFacts) -> dict[str, list[float]]:
-    fields: dict[str, Any] = {
-        facts.score: "value",
-        f"worst_{facts.score}": "worst",
-        "loss": "loss",
-        DISTANCE: "consensus_distance",
-    }
-    return {metric: [getattr(moment, field) for moment in moments] for metric, field in fields.items()}
+    return {**figures, RUN_SECONDS: last.at_s, SENT: float(last.moved_bytes)}
 
 
 # --- the contest ---
@@ -491,7 +449,7 @@ class Try(msgspec.Struct, frozen=True):
     seed: int
 
     def task(self, config: CompareConfig) -> dict[str, Any]:
-        """For a process of the pool."""
+        """Describe the run for a process of the pool."""
         job, world = self.job(config), config.world_of(self.contender, self.seed)
         executor = config.executor if config.executor != "auto" else suited(job, world)
         return Trial(job=job, world=world, executor=executor).plain()
@@ -525,7 +483,6 @@ class CompareScenario:
     def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
         """Tune, then compete; a contender whose run fails is a row, and the others go on."""
         config = self._config
-        metrics = metrics_of(facts_of(config.task))
         began_s = time.perf_counter()
         tried = self._tuned(tell) if config.is_tuned else {}
         tuned_s = time.perf_counter()
@@ -540,10 +497,10 @@ class CompareScenario:
             else:
                 why = why_no_rate(tried[contender.name])
                 for _ in config.seeds:
-                    yield measured(metrics, NOT_REACHED, {**key, "why": why}, [1.0])
+                    yield measured(NOT_REACHED, {**key, "why": why}, [1.0])
             if failures:
-                final = final_of(facts_of(config.task))
-                yield measured(metrics, final, key, error=one_line(failures[0]))
+                final = score_of(facts_of(config.task), "final")
+                yield measured(final, key, error=one_line(failures[0]))
         yield from self._tuning_rows(tried, rates)
         walls = {"wall_s": time.perf_counter() - began_s, "tuning_wall_s": tuned_s - began_s}
         yield Noted(facts={**walls, "num_processes": self._num_processes})
@@ -582,17 +539,16 @@ class CompareScenario:
         self, tried: Mapping[str, Mapping[float, Ran]], rates: Mapping[str, float]
     ) -> Iterator[Measured]:
         """Last scores by rate, and which rate each competed with."""
-        facts = facts_of(self._config.task)
-        metrics, metric = metrics_of(facts), tuning_of(facts)
+        metric = score_of(facts_of(self._config.task), "tuning")
         for name, by_rate in tried.items():
             for rate, ran in by_rate.items():
                 key = {"strategy": name, "learning_rate": rate}
                 if isinstance(ran, BenchmarkError):
-                    yield measured(metrics, metric, key, error=one_line(ran))
+                    yield measured(metric, key, error=one_line(ran))
                 elif not ran.error and ran.moments:
-                    yield measured(metrics, metric, key, [ran.moments[-1].value])
+                    yield measured(metric, key, [ran.moments[-1].value])
         for name, rate in rates.items():
-            yield measured(metrics, CHOSEN, {"strategy": name, "learning_rate": rate}, [1.0])
+            yield measured(CHOSEN, {"strategy": name, "learning_rate": rate}, [1.0])
 
     def _contest(self, rates: Mapping[str, float], tell: Tell) -> Iterator[tuple[Contender, list[Ran]]]:
         """Each contender with its runs, none for one without a rate; as they are done."""
@@ -628,7 +584,7 @@ class CompareScenario:
 
 
 def suited(job: TrainingJob, world: World) -> Executor:
-    """All workers in one tensor where they are many and it can be; else a thread for each."""
+    """Choose one tensor for all workers where they are many and it can be; else a thread for each."""
     if world.num_workers <= MAX_EXACT:
         return "exact"
     try:
@@ -715,7 +671,10 @@ def check_contest(config: CompareConfig) -> list[str]:
     slow = _check_executors(config)
     make_task(Try(config.contenders[0], config.learning_rates[0], config.seeds[0]).job(config))
     if config.world.faults is not None:
-        _check_faults(config.world)
+        # that its script concerns workers that there are, and what can happen to them
+        for outcome in run_exact(config.world, lambda _: None):
+            if isinstance(outcome.error, UsageError):
+                raise outcome.error
     return slow
 
 
@@ -747,29 +706,15 @@ def _check_executors(config: CompareConfig) -> list[str]:
     size = config.world.num_workers
     if not threaded or size <= MAX_EXACT:
         return []
-    if size > MAX_THREADS:
-        raise UsageError(
-            f"{size} workers are too many to have a thread each, as {_named(threaded, config)} would need.",
-            cause="only strategies that mix linearly and in lockstep, without faults, run in one tensor.",
-            next_step=f"{_instead(threaded, config)}, or give --workers {MAX_THREADS} or fewer.",
-        )
-    return [f"Slow with {size} workers, each in a thread of its own: {_named(threaded, config)}."]
-
-
-def _named(threaded: Sequence[str], config: CompareConfig) -> str:
-    return "every strategy" if len(threaded) == len(config.contenders) > 1 else ", ".join(threaded)
-
-
-def _instead(threaded: Sequence[str], config: CompareConfig) -> str:
+    names = ", ".join(threaded)
+    who = "every strategy" if len(threaded) == len(config.contenders) > 1 else names
+    if size <= MAX_THREADS:
+        return [f"Slow with {size} workers, each in a thread of its own: {who}."]
+    instead = "--faults out" if config.world.faults is not None else f"{names} out of --strategies"
     if config.executor == "exact":
-        return "leave --executor exact out"
-    if config.world.faults is not None:
-        return "leave --faults out"
-    return f"leave {', '.join(threaded)} out of --strategies"
-
-
-def _check_faults(world: World) -> None:
-    """That its script concerns workers that there are, and what can happen to them."""
-    for outcome in run_exact(world, lambda _: None):
-        if isinstance(outcome.error, UsageError):
-            raise outcome.error
+        instead = "--executor exact out"
+    raise UsageError(
+        f"{size} workers are too many to have a thread each, as {who} would need.",
+        cause="only strategies that mix linearly and in lockstep, without faults, run in one tensor.",
+        next_step=f"leave {instead}, or give --workers {MAX_THREADS} or fewer.",
+    )

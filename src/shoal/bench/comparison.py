@@ -128,7 +128,7 @@ def compare(
     minutes, in processes of its own. UsageError for what cannot be compared.
     """
     from shoal.bench.compare import check_contest
-    from shoal.bench.compare_tables import summarize_compare
+    from shoal.bench.tables.compare import summarize_compare
 
     common = {"task": task, "num_workers": num_workers, "profile": profile, "split": split, "seeds": seeds}
     flags = CompareFlags(strategies=tuple(strategies), **{**common, **(more or {})})

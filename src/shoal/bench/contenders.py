@@ -20,6 +20,7 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor import machine
 from shoal.report.tables import emit
+from shoal.report.units import counted
 from shoal.strategies.options import WAITS_FOR_ALL, read_options
 from shoal.strategies.registry import canonical, find
 
@@ -132,7 +133,7 @@ def without_defaults(options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
 
 
 def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each strategy those of the given options that it has; UsageError for one that none of them has."""
+    """Give each strategy those options that it has; UsageError for an option that none of them has."""
     shares = {
         strategy: {option: value for option, value in given.items() if has_option(strategy, option)}
         for strategy in strategies
@@ -147,7 +148,7 @@ def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, 
 
 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """All options of each strategy, with those given that it has; UsageError for one that none has."""
+    """Collect each strategy's options, with those given that it has; UsageError for one that none has."""
     return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
 
 
@@ -205,7 +206,7 @@ def _own_options(label: str, words: Sequence[str]) -> dict[str, str]:
 def contender_of(
     name: str, strategy: str, options: Mapping[str, Any], base: str = "", trick: str = ""
 ) -> Contender:
-    """With all options that the strategy has, checked."""
+    """Make a contender with all options that its strategy has, checked."""
     return Contender(name, strategy, all_options(strategy, options), base, trick)
 
 
@@ -244,7 +245,7 @@ def workers_device(
     num_here = num_cores()
     are_here = not hosts.are_named and hosts.launched_size is None
     if device == "cpu" and are_here and num_workers > num_here:
-        emit(f"{num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
+        emit(f"{num_workers} workers share {counted(num_here, 'core')}.", sys.stderr)
     return device
 
 
@@ -265,8 +266,7 @@ def has_shared_gpus(hosts: HostFlags, num_workers: int) -> bool:
 def tell_sharing(hosts: HostFlags, num_workers: int) -> None:
     """Say that workers share the GPUs of this machine; the user of a launcher knows."""
     if hosts.launched_size is None:
-        num_here = num_gpus()
-        emit(f"{num_workers} workers share {num_here} GPU{'s' * (num_here != 1)}.", sys.stderr)
+        emit(f"{num_workers} workers share {counted(num_gpus(), 'GPU')}.", sys.stderr)
 
 
 def tell_inputs(entry: ModelEntry, device: DeviceKind) -> None:
@@ -404,7 +404,7 @@ class Laps:
         self._ends.append(self._now())
 
     def seconds(self) -> list[float]:
-        """Of each iteration, once the device has done them all."""
+        """How long each iteration took, once the device has done them all."""
         synchronize(self._device)
         in_all_s = time.perf_counter() - self._began_s
         pairs = itertools.pairwise([self._begin, *self._ends])
@@ -437,7 +437,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """With the population's deviation, as BlueFog, Horovod and KungFu have it."""
+        """Compute it with the population's deviation, as BlueFog, Horovod and KungFu do."""
         return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
 
     def __str__(self) -> str:
@@ -459,10 +459,5 @@ def inputs_text(config: Mapping[str, Any]) -> str:
     """What a model is given, as ' of 32×32 images'; empty where that is neither images nor tokens."""
     side, num_tokens = config.get("image_size"), tokens_of(config)
     if num_tokens:
-        return f" of {num_tokens} token{'s' * (num_tokens != 1)} a sequence"
+        return f" of {counted(num_tokens, 'token')} a sequence"
     return f" of {side}×{side} images" if side else ""
-
-
-def workers_text(count: object) -> str:
-    """As '1 worker' and '2 workers'."""
-    return f"{count} worker{'' if count == 1 else 's'}"

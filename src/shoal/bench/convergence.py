@@ -7,12 +7,10 @@ update comes from parameters that others have changed meanwhile. The model and i
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +18,13 @@ import msgspec
 
 from shoal.bench.contenders import DeviceChoice, device_of
 from shoal.bench.frame import (
-    Direction,
     Measured,
     MeasuredCurve,
-    Metrics,
     Noted,
     RowKey,
     RunFlags,
     Tell,
+    curve,
     measured,
     same_fields,
 )
@@ -40,9 +37,9 @@ from shoal.report import Curve, Report
 from shoal.report.curves import BEHIND, STALENESS, evenly
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, histogram_items, title_line
-from shoal.simulate.mixture.settings import MixtureRunSettings
+from shoal.simulate.mixture.settings import MixtureResult, MixtureRunSettings
 
 ACCURACY, ACCURACY_5, FINAL_LOSS = "val_accuracy", "val_accuracy_last_5", "final_val_loss"
 MEAN_STALENESS, EXPERT_STALENESS, VIRTUAL = "mean_staleness", "mean_expert_staleness", "virtual_s"
@@ -50,19 +47,6 @@ TOUCHED, LOST = "touched_experts", "lost_gradients"
 VAL_LOSS, TRAIN_LOSS = "val_loss", "train_loss"
 NUM_LAST = {ACCURACY: 3, ACCURACY_5: 5}
 """Evaluations at the end whose median is the figure; one alone swings too much."""
-METRICS: Metrics = {
-    ACCURACY: ("", "higher"),
-    ACCURACY_5: ("", "higher"),
-    FINAL_LOSS: ("", "lower"),
-    MEAN_STALENESS: ("", "lower"),
-    EXPERT_STALENESS: ("", "lower"),
-    VIRTUAL: ("s", "lower"),
-    TOUCHED: ("", "higher"),
-    LOST: ("", "lower"),
-    STALENESS: ("", "lower"),
-}
-_measured = partial(measured, METRICS)
-CURVES: dict[str, Direction] = {ACCURACY: "higher", VAL_LOSS: "lower", TRAIN_LOSS: "lower"}
 TRAINERS, EXPERTS = "trainers", "experts"
 _COUNTED = re.compile(r"^(?:(\d+)/\d+ )?.*: (\d+) of \d+$")
 
@@ -223,30 +207,11 @@ def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[st
     ).resolved()
 
 
-class SeedCourse(msgspec.Struct, frozen=True, kw_only=True):
-    """How one seed went, without tensors; lists of evaluations, and of windows of training, go together."""
+class SeedRun(msgspec.Struct, frozen=True):
+    """How one seed went, and how long it took this machine."""
 
-    num_updates: list[int]
-    virtual_s: list[float]
-    losses: list[float]
-    accuracies: list[float]
-    train_updates: list[int]
-    train_s: list[float]
-    train_losses: list[float]
-    staleness: dict[int, int]
-    """How many updates were so far behind."""
-    expert_staleness: dict[int, int]
-    """How many samples' gradients were so many of their expert's own updates behind."""
-    figures: dict[str, float]
-    """Of the whole run, by metric."""
+    result: MixtureResult
     wall_s: float
-
-    @property
-    def diverged_after(self) -> int | None:
-        """The first evaluation or window of training that is no number; None where all are."""
-        pairs = [*zip(self.num_updates, self.losses, strict=True)]
-        pairs += zip(self.train_updates, self.train_losses, strict=True)
-        return min((at for at, loss in pairs if not math.isfinite(loss)), default=None)
 
 
 class ConvergenceScenario:
@@ -270,55 +235,65 @@ class ConvergenceScenario:
             num_processes=num_processes,
             tell=together(tell, config.steps, config.num_seeds),
         )
-        courses: dict[int, SeedCourse] = {}
+        runs: dict[int, SeedRun] = {}
         for seed, answer in zip(config.seeds, told, strict=True):
             error = one_line(answer) if isinstance(answer, BenchmarkError) else answer.get("error")
             if error is not None:
-                yield _measured(ACCURACY, {**self._key, "seed": seed}, error=error)
+                yield measured(ACCURACY, {**self._key, "seed": seed}, error=error)
                 continue
-            courses[seed] = course = msgspec.convert(answer, SeedCourse, str_keys=True)
-            yield from self._rows(course)
-            yield from self._curves(course)
-        yield from self._histograms(list(courses.values()))
-        seconds = {str(seed): round(course.wall_s, 2) for seed, course in courses.items()}
+            runs[seed] = run = msgspec.convert(answer, SeedRun, str_keys=True)
+            yield from self._rows(run.result)
+            yield from self._curves(run.result)
+        yield from self._histograms([run.result for run in runs.values()])
+        seconds = {str(seed): round(run.wall_s, 2) for seed, run in runs.items()}
         wall_s = round(time.perf_counter() - began_s, 2)
         yield Noted(facts={"wall_s": wall_s, "wall_s_by_seed": seconds, "num_processes": num_processes})
 
-    def _rows(self, course: SeedCourse) -> Iterator[Measured]:
-        medians = {
-            metric: statistics.median(course.accuracies[-num_last:]) for metric, num_last in NUM_LAST.items()
+    def _rows(self, result: MixtureResult) -> Iterator[Measured]:
+        for metric, num_last in NUM_LAST.items():
+            last = [each.accuracy for each in result.evaluations[-num_last:]]
+            yield measured(metric, self._key, [statistics.median(last)])
+        figures = {
+            FINAL_LOSS: result.evaluations[-1].loss,
+            MEAN_STALENESS: result.mean_staleness,
+            VIRTUAL: result.virtual_s,
         }
-        for metric, figure in {**medians, FINAL_LOSS: course.losses[-1], **course.figures}.items():
-            yield _measured(metric, self._key, [figure])
+        if self._config.has_gate:
+            figures |= {EXPERT_STALENESS: result.mean_expert_staleness, TOUCHED: result.num_touched_experts}
+        if self._config.backward_failure_rate > 0:
+            figures[LOST] = result.num_lost
+        for metric, figure in figures.items():
+            yield measured(metric, self._key, [figure])
 
-    def _curves(self, course: SeedCourse) -> Iterator[MeasuredCurve]:
-        evaluated = (course.num_updates, course.virtual_s)
-        for metric, values, (updates, seconds) in (
-            (ACCURACY, course.accuracies, evaluated),
-            (VAL_LOSS, course.losses, evaluated),
-            (TRAIN_LOSS, course.train_losses, (course.train_updates, course.train_s)),
+    def _curves(self, result: MixtureResult) -> Iterator[MeasuredCurve]:
+        for metric, taken, field in (
+            (ACCURACY, result.evaluations, "accuracy"),
+            (VAL_LOSS, result.evaluations, "loss"),
+            (TRAIN_LOSS, result.train_loss, "loss"),
         ):
-            points = {"value": values, "step": [float(at) for at in updates], "s": seconds}
-            yield MeasuredCurve(
-                key=self._key, metric=metric, unit="", direction=CURVES[metric], points=points
-            )
+            points = {
+                "value": [float(getattr(each, field)) for each in taken],
+                "step": [float(each.num_updates) for each in taken],
+                "s": [each.virtual_s for each in taken],
+            }
+            yield curve(metric, self._key, points)
 
-    def _histograms(self, courses: Sequence[SeedCourse]) -> Iterator[Measured]:
+    def _histograms(self, results: Sequence[MixtureResult]) -> Iterator[Measured]:
         """Each seed's count at every place that any seed has, so that seeds stay in order."""
-        for whose, counts in (
-            (TRAINERS, [course.staleness for course in courses]),
-            (EXPERTS, [course.expert_staleness for course in courses]),
-        ):
+        counted = {TRAINERS: [result.staleness for result in results]}
+        if self._config.has_gate:
+            counted[EXPERTS] = [result.expert_staleness for result in results]
+        for whose, counts in counted.items():
             for behind in sorted({behind: True for each in counts for behind in each}):
                 for each in counts:
                     key = {**self._key, "of": whose, BEHIND: behind}
-                    yield _measured(STALENESS, key, [float(each.get(behind, 0))])
+                    yield measured(STALENESS, key, [float(each.get(behind, 0))])
 
 
 def together(tell: Tell, steps: int, num_seeds: int) -> Tell:
     """One count of the updates of all seeds, from what each of them tells."""
     done: dict[str, int] = {}
-    seeds = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    seeds = counted(num_seeds, "seed")
 
     def count(text: str) -> None:
         counted = _COUNTED.match(text)
@@ -332,7 +307,7 @@ def together(tell: Tell, steps: int, num_seeds: int) -> Tell:
 
 
 def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Train with one seed, in a process of the pool: its `SeedCourse`, or the `error` where it diverged."""
+    """Train with one seed, in a process of the pool: its `SeedRun`, or the `error` where it diverged."""
     from shoal.data import mnist
     from shoal.simulate.mixture.experiment import run_mixture
 
@@ -345,29 +320,12 @@ def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         (train_x, train_y, test_x, test_y),
         lambda done, total: tell(f"updates: {done} of {total}"),
     )
-    figures = {MEAN_STALENESS: result.mean_staleness, VIRTUAL: result.virtual_s}
-    if settings.has_gate:
-        figures[EXPERT_STALENESS] = result.mean_expert_staleness
-        figures[TOUCHED] = result.num_touched_experts
-    if settings.backward_failure_rate > 0:
-        figures[LOST] = result.num_lost
-    course = SeedCourse(
-        num_updates=[each.num_updates for each in result.evaluations],
-        virtual_s=[each.virtual_s for each in result.evaluations],
-        losses=[each.loss for each in result.evaluations],
-        accuracies=[each.accuracy for each in result.evaluations],
-        train_updates=[each.num_updates for each in result.train_loss],
-        train_s=[each.virtual_s for each in result.train_loss],
-        train_losses=[each.loss for each in result.train_loss],
-        staleness=result.staleness,
-        expert_staleness=result.expert_staleness if settings.has_gate else {},
-        figures=figures,
-        wall_s=time.perf_counter() - began_s,
-    )
-    at = course.diverged_after
+    at = result.diverged_after
     if at is not None:
         return {"error": f"diverged: the loss was no number after {at} updates."}
-    return msgspec.structs.asdict(course)
+    run = SeedRun(result, time.perf_counter() - began_s)
+    told: dict[str, Any] = msgspec.to_builtins(run, str_keys=True)
+    return told
 
 
 # --- memory ---
@@ -467,9 +425,9 @@ def summarize_convergence(report: Report) -> dict[str, Any]:
 
 
 def last_accuracies(report: Report, num_last: int) -> list[float]:
-    """Of the last evaluations of every seed, together."""
-    curve = _curve(report, ACCURACY)
-    starts = [] if curve is None else curve.starts
+    """Collect the accuracies of the last evaluations of every seed."""
+    found = _curve(report, ACCURACY)
+    starts = [] if found is None else found.starts
     return [value for points in starts for value in points["value"][-num_last:]]
 
 
@@ -504,7 +462,9 @@ def convergence_items(report: Report) -> Items:
     if table is not None:
         items.append(table)
     items += histogram_items(row for row in report.rows if row.metric == STALENESS)
-    return [*items, *headline(report), *_by_seed(report), ""]
+    items += headline(report)
+    medians = [f"{100 * median:.1f}" for median in _samples(report, ACCURACY)]
+    return [*items, *[f"Each seed's own: {', '.join(medians)} %."] * (len(medians) > 1), ""]
 
 
 def _conditions(report: Report) -> list[str]:
@@ -558,13 +518,6 @@ def _evaluations(report: Report) -> Table | None:
             )
         )
     return table
-
-
-def _by_seed(report: Report) -> list[str]:
-    medians = _samples(report, ACCURACY)
-    if len(medians) < 2:
-        return []
-    return [f"Each seed's own: {', '.join(f'{100 * median:.1f}' for median in medians)} %."]
 
 
 def _before(points: dict[str, list[float]], at: float) -> float | None:

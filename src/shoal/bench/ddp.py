@@ -12,7 +12,6 @@ import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,9 +33,8 @@ from shoal.bench.contenders import (
     num_gpus,
     tell_inputs,
     tell_sharing,
-    workers_text,
 )
-from shoal.bench.frame import Measured, Metrics, RunFlags, Tell, measured, same_fields
+from shoal.bench.frame import Measured, RunFlags, Tell, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -47,7 +45,7 @@ from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import PERCENTILES, percentiles
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items
 
 if TYPE_CHECKING:
@@ -55,14 +53,8 @@ if TYPE_CHECKING:
     from shoal.models import ModelEntry
 
 SKEW, ALIKE = "slowest_over_fastest", "like_machine_0"
-METRICS: Metrics = {
-    SECONDS: ("s", "lower"),
-    SKEW: ("", "lower"),
-    ALIKE: ("", "higher"),
-}
 """Iterations of all ranks, one rank after another; in each iteration the slowest rank's time by the fastest
 one's; whether a machine is built as the first one, 1 or 0."""
-_measured = partial(measured, METRICS)
 DOCUMENT_MODELS = ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
 DOCUMENT_BUCKET_SIZE = 25
 NUM_CLASSES = 1000
@@ -147,7 +139,6 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     models: tuple[str, ...] = ("resnet18",)
     batch_size: int = 32
-    """Of each worker."""
     image_size: int | None = 32
     """The side of the images; None where no model takes any."""
     sequence_length: int | None = None
@@ -263,7 +254,7 @@ def entry_of(model: str, image_size: int | None, sequence_length: int | None) ->
 
 
 def take_part(flags: DdpFlags) -> None:
-    """Place this process as the flags say, in the variables that a launcher would have set."""
+    """BenchPlace this process as the flags say, in the variables that a launcher would have set."""
     given = {name: getattr(flags, name) for name in _VARIABLES if getattr(flags, name) is not None}
     if flags.world_size is None:
         if given:
@@ -297,7 +288,7 @@ def bucket_size_of(strategy: str, asked: int | None) -> int | None:
 
 
 def options_of(strategy: str, given: Mapping[str, str], bucket_size: int | None) -> dict[str, Any]:
-    """All options of a strategy, its buckets of this size. UsageError for one that it doesn't have."""
+    """Collect a strategy's options, with buckets of this size. UsageError for one that it doesn't have."""
     if "bucket_mib" in given:
         raise UsageError(
             "--option bucket_mib is the size of buckets, which has a flag of its own here.",
@@ -362,7 +353,7 @@ class DdpScenario:
         """Model by model; a stage that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
-            "shoal.bench.ddp:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+            "shoal.bench.ddp:DdpWorker", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         with self.open_workers(settings) as workers:
             places = workers.ask("place")
@@ -378,7 +369,7 @@ class DdpScenario:
         for number, machine in enumerate(machines[1:], start=1):
             different = [name for name in COMPARED if machine[name] != machines[0][name]]
             key = {"machine": number, "host": machine["machine"], "differs_in": ", ".join(different)}
-            yield _measured(ALIKE, key, [float(not different)])
+            yield measured(ALIKE, key, [float(not different)])
             if "topology" in different:
                 tell(f"{machine['machine']} is built otherwise:\n{machine['topology']}")
 
@@ -414,15 +405,15 @@ class DdpScenario:
             )
         except BenchmarkError as error:
             tell(f"{model}, {stage.label} failed: {one_line(error)}")
-            yield _measured(SECONDS, key, error=one_line(error))
+            yield measured(SECONDS, key, error=one_line(error))
             return
-        yield _measured(SECONDS, key, list(itertools.chain.from_iterable(times_s)))
+        yield measured(SECONDS, key, list(itertools.chain.from_iterable(times_s)))
         if stage.num_ranks > 1:
-            yield _measured(SKEW, key, skew(times_s))
+            yield measured(SKEW, key, skew(times_s))
 
 
 def skew(times_s: Sequence[Sequence[float]]) -> list[float]:
-    """Of each iteration: the time of the slowest rank, divided by that of the fastest."""
+    """Divide the time of the slowest rank by that of the fastest, in each iteration."""
     return [max(times) / min(times) for times in zip(*times_s, strict=True)]
 
 
@@ -435,18 +426,13 @@ def numbered(names: Sequence[Any]) -> list[int]:
 # --- a worker ---
 
 
-def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> DdpWorker:
-    """Measure what is ordered."""
-    place.set_up_process()
-    return DdpWorker(place, msgspec.convert(arguments, DdpConfig))
-
-
 class DdpWorker:
     """What one worker does; its methods are the orders."""
 
-    def __init__(self, place: BenchPlace, config: DdpConfig) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        place.set_up_process()
         self._place = place
-        self._config = config
+        self._config = msgspec.convert(arguments, DdpConfig)
 
     def place(self) -> dict[str, Any]:
         """The machine that this worker counts as being on, and the one that it is on."""
@@ -458,7 +444,7 @@ class DdpWorker:
         return {"machine": [machine, part], "host_id": host_id()}
 
     def machine(self) -> dict[str, Any] | None:
-        """All about the machine, by the first worker of each."""
+        """Describe the machine, by the first worker of each."""
         return describe_machine() if self._place.local_rank == 0 else None
 
     def warm_up(self, model: str) -> None:
@@ -590,7 +576,7 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
 def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
     label, last = list(stages.items())[-1]
     seconds = last["sec_per_iter"]["p50"]
-    workers = workers_text(last["num_ranks"])
+    workers = counted(last["num_ranks"], "worker")
     text = f"{model} takes {seconds:.3f} s an iteration on {workers} ({label})"
     if speed := last.get("tokens_per_s_per_worker"):
         text += f", {digits(speed * last['num_ranks'])} tokens/s in all"
@@ -691,7 +677,7 @@ def _skew_lines(report: Report, model: object) -> Items:
 
 
 def slowest_rank(row: Row, num_iters: int) -> int:
-    """By the median of its iterations; a start holds those of one rank after another."""
+    """Find it by the median of its iterations; a start holds those of one rank after another."""
     times_s: dict[int, list[float]] = {}
     for start in row.starts:
         for index, time_s in enumerate(start):

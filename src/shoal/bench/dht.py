@@ -3,7 +3,7 @@
 *experts* is the document's benchmark: one peer declares experts in batches, another looks them up. *keys*
 stores and gets single keys from many peers while others are killed, in one of two orders: rounds, in each of
 which a key is stored and then got while victims die along the way; or, with `num_keys`, all stores, then all
-deaths, then all gets. The peers and the processes that host them are `dht_hosts`.
+deaths, then all gets. The peers and the processes that host them are `processes.dht`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 
 if TYPE_CHECKING:
-    from shoal.bench.dht_hosts import BenchSwarm, Details
+    from shoal.bench.processes.dht import BenchSwarm, Details
     from shoal.dht.settings import DHTSettings
 
 # --- what it is told ---
@@ -59,9 +59,9 @@ class KeysPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     failure_rate: float = 0.1
     """The share of all peers that is killed; they never ask for anything."""
     delay_s: float = 0.0
-    """Between storing and getting."""
+    """How long to wait between storing and getting."""
     wait_after_iteration_s: float = 0.0
-    """Rest after every `num_threads` rounds."""
+    """How long to rest after every `num_threads` rounds."""
     latest: bool = True
     """Whether a get asks all replicas."""
 
@@ -109,7 +109,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def settings(self) -> DHTSettings:
         """The DHT settings that every peer has."""
-        from shoal.bench.dht_hosts import dht_settings
+        from shoal.bench.processes.dht import dht_settings
 
         return dht_settings(self.wait_timeout_s)
 
@@ -258,7 +258,13 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
                     next_step=f"leave it out, or say --mode {owner}.",
                 )
             fields[field] = flags.pop(name)
-    _check_time(flags, is_virtual=is_virtual)
+    if is_virtual and "num_processes" in flags:
+        raise UsageError("A virtual world is one process.", next_step="leave --num-processes out.")
+    if not is_virtual and "profile" in flags:
+        raise UsageError(
+            "--profile describes a simulated network, and this benchmark runs on sockets.",
+            next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
+        )
     num_peers = flags.get("num_peers", _NUM_VIRTUAL_PEERS if is_virtual else _NUM_PEERS[mode])
     return DhtConfig(
         plan=ExpertsPlan(**fields) if mode == EXPERTS else _keys_plan(fields, is_virtual=is_virtual),
@@ -290,16 +296,6 @@ def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:
     return KeysPlan(**fields)
 
 
-def _check_time(flags: Mapping[str, Any], *, is_virtual: bool) -> None:
-    if is_virtual and "num_processes" in flags:
-        raise UsageError("A virtual world is one process.", next_step="leave --num-processes out.")
-    if not is_virtual and "profile" in flags:
-        raise UsageError(
-            "--profile describes a simulated network, and this benchmark runs on sockets.",
-            next_step=f"add --virtual, or leave --profile {flags['profile']} out.",
-        )
-
-
 # --- one start ---
 
 
@@ -324,7 +320,7 @@ class DhtScenario:
 
     async def _live(self, tell: Tell) -> DhtOutcome:
         config = self._config
-        from shoal.bench.dht_hosts import BenchSwarm, ProcessFleet, VirtualFleet
+        from shoal.bench.processes.dht import BenchSwarm, ProcessFleet, VirtualFleet
 
         fleet = ProcessFleet(config) if config.profile is None else VirtualFleet(config, self._seed)
         async with fleet:
@@ -352,7 +348,7 @@ class Totals(msgspec.Struct, frozen=True):
     datagrams: int = 0
     """Sent, greetings, acknowledgements and repeats among them; one carries several messages."""
     size_bytes: int = 0
-    """Of those."""
+    """The bytes of those datagrams."""
     messages: int = 0
     """Requests that were sent (to find, to store, to answer a ping), and answers that were given."""
 
@@ -367,7 +363,7 @@ class Totals(msgspec.Struct, frozen=True):
 
 @dataclass
 class Phase:
-    """All stores, or all gets."""
+    """What was measured of all stores, or of all gets."""
 
     what: str
     """'store' or 'get': what rows are named by."""
@@ -376,7 +372,7 @@ class Phase:
     rounds_s: list[float] = field(default_factory=list)
     """The slowest operation of each round, in keys mode."""
     replicas: list[int] = field(default_factory=list)
-    """Peers that took each record."""
+    """How many peers took each record."""
     hops: list[int] = field(default_factory=list)
     """Answers that followed from each other, of every key that was looked up."""
     failures: dict[str, int] = field(default_factory=dict)
@@ -398,30 +394,29 @@ class Phase:
 
     def rows(self, key: RowKey, *, has_deaths: bool) -> Iterator[Measured]:
         """Raw samples, and figures that are one number each."""
-        raw = (
-            ("latency", "s", self.latencies_s),
-            ("round", "s", self.rounds_s),
-            ("replicas", "", [float(count) for count in self.replicas]),
-            ("hops", "", [float(hops) for hops in self.hops]),
-        )
-        for metric, unit, samples in raw:
+        raw: dict[str, Sequence[float]] = {
+            "latency": self.latencies_s,
+            "round": self.rounds_s,
+            "replicas": self.replicas,
+            "hops": self.hops,
+        }
+        for metric, samples in raw.items():
             if samples:
-                yield _row(key, f"{self.what}_{metric}", unit, samples)
-        traffic = self.traffic
-        figures = [
-            ("success", "", float(self.num_right)),
-            ("time_per_key", "s", self.total_s),
-            ("messages", "", float(traffic.messages)),
-            ("datagrams", "", float(traffic.datagrams)),
-            ("bytes", "B", float(traffic.size_bytes)),
-        ]
-        for metric, unit, total in figures:
-            yield _row(key, f"{self.what}_{metric}", unit, [total / self.num_tried])
+                yield measured(f"{self.what}_{metric}", key, samples)
+        totals = {
+            "success": self.num_right,
+            "time_per_key": self.total_s,
+            "messages": self.traffic.messages,
+            "datagrams": self.traffic.datagrams,
+            "bytes": self.traffic.size_bytes,
+        }
+        for metric, total in totals.items():
+            yield measured(f"{self.what}_{metric}", key, [total / self.num_tried])
         if has_deaths and self.what == "get":
-            yield _row(key, "get_met_dead_at_most", "", [float(len(self.meeting_dead_s))])
-            yield _row(key, "get_slowest_met_dead", "s", [max(self.meeting_dead_s, default=0.0)])
+            yield measured("get_met_dead_at_most", key, [len(self.meeting_dead_s)])
+            yield measured("get_slowest_met_dead", key, [max(self.meeting_dead_s, default=0.0)])
         for reason, count in self.failures.items():
-            yield _row({**key, "reason": reason}, f"{self.what}_failures", "", [float(count)])
+            yield measured(f"{self.what}_failures", {**key, "reason": reason}, [count])
 
 
 @dataclass
@@ -434,7 +429,7 @@ class DhtOutcome:
     num_alive: int = 0
     """Peers that answered at the end."""
     round_trips_s: list[float] = field(default_factory=list)
-    """Between pairs of them."""
+    """How long pings between pairs of them took."""
     memory_bytes: int = 0
     peak_rss_bytes: int = 0
     num_expired_batches: int = 0
@@ -443,23 +438,23 @@ class DhtOutcome:
     """How long the virtual world has lasted; None on sockets."""
 
     def rows(self, config: DhtConfig, wall_s: float) -> Iterator[Measured]:
-        """For the report: what was measured. Failures and expired batches are there where there are any."""
+        """Tell the report what was measured. Failures and expired batches are there where there are any."""
         key: RowKey = {"scenario": config.mode, "num_peers": config.num_peers}
         if config.profile is not None:
             key["profile"] = config.profile
-        yield _row(key, "create", "s", [self.create_s])
+        yield measured("create", key, [self.create_s])
         for phase in (self.store, self.get):
             yield from phase.rows(key, has_deaths=config.num_victims > 0)
-        yield _row(key, "survival", "", [self.num_alive / config.num_peers])
+        yield measured("survival", key, [self.num_alive / config.num_peers])
         if self.round_trips_s:
-            yield _row(key, "round_trip", "s", self.round_trips_s)
-        yield _row(key, "memory", "B", [float(self.memory_bytes)])
-        yield _row(key, "peak_rss", "B", [float(self.peak_rss_bytes)])
+            yield measured("round_trip", key, self.round_trips_s)
+        yield measured("memory", key, [self.memory_bytes])
+        yield measured("peak_rss", key, [self.peak_rss_bytes])
         if self.num_expired_batches:
-            yield _row(key, "expired_batches", "", [float(self.num_expired_batches)])
+            yield measured("expired_batches", key, [self.num_expired_batches])
         if self.simulated_s is not None:
-            yield _row(key, "simulated", "s", [self.simulated_s])
-        yield _row(key, "wall", "s", [wall_s])
+            yield measured("simulated", key, [self.simulated_s])
+        yield measured("wall", key, [wall_s])
 
 
 @contextlib.asynccontextmanager
@@ -469,13 +464,6 @@ async def _watched(swarm: BenchSwarm, phase: Phase) -> AsyncIterator[None]:
     yield
     phase.traffic += await swarm.totals() - before
     await swarm.look_at_memory()
-
-
-def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
-
-
-_MORE_IS_BETTER = ("survival", "store_success", "store_replicas", "get_success")
 
 
 # --- experts ---
@@ -579,7 +567,7 @@ class _Round:
     """By the number of the peer that stores it."""
     getters: list[int]
     stored: dict[str, int] = field(default_factory=dict)
-    """What was taken, by subkey."""
+    """The values that peers took, by subkey."""
 
 
 async def run_keys(swarm: BenchSwarm, plan: KeysPlan) -> DhtOutcome:

@@ -2,7 +2,7 @@
 
 In one run the same clients send the same bytes to a bare echo and to experts, and the server tells how fast
 its experts are alone. Those two are measured before the experts are asked and again after: a machine that
-changes its speed meets all of them. The processes themselves are `experts_workers`, which imports torch.
+changes its speed meets all of them. The processes themselves are `processes.experts`, which imports torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import selectors
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell, row, same_fields
+from shoal.bench.frame import Measured, RowKey, Tell, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
@@ -30,7 +30,7 @@ from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import percentiles
-from shoal.report.units import rounded
+from shoal.report.units import counted, rounded
 from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
@@ -54,9 +54,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     num_clients: int = 128
     batch_size: int = 2048
     max_batch_size: int | None = None
-    """None: four batches."""
+    """None stands for four batches."""
     num_handlers: int | None = None
-    """None: half as many as clients."""
+    """None stands for half as many as there are clients."""
     backward: bool = True
     expert_class: str = "ffn"
     should_raise_file_limit: bool = False
@@ -214,12 +214,12 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
         "max_batch_size": max(batch_size, preset.max_batch_size or _BATCHES_AT_ONCE * batch_size),
         "num_handlers": min(num_handlers, MAX_LOOPS, max(1, num_cores() // 2)),
     }
-    told["device"] = _checked(told["device"]) if "device" in told else default_device()
+    told["device"] = check_device(told["device"]) if "device" in told else default_device()
     return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
 
 
-def _checked(device: str) -> str:
-    """UsageError for one that cannot be here, before processes are started."""
+def check_device(device: str) -> str:
+    """The device itself; UsageError for one that cannot be here, before processes are started."""
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"Experts cannot be served on {device!r}.", next_step="use cpu, cuda, or cuda:1.")
@@ -232,16 +232,20 @@ def _checked(device: str) -> str:
     return device
 
 
-def ensure_files(config: ExpertsConfig, *, should_raise: bool) -> str | None:
+def ensure_files(
+    num_files: int,
+    *,
+    should_raise: bool,
+    cause: str = "every client has a connection of its own, and the server holds them all.",
+    clients: str = "--num-clients",
+) -> str | None:
     """See that all processes may open what they need; what was changed, in words. UsageError otherwise."""
     try:
-        return ensure_open_files(config.num_files, should_raise=should_raise)
+        return ensure_open_files(num_files, should_raise=should_raise)
     except UsageError as error:
+        step = f"use fewer {clients}" if should_raise else "add --increase-file-limit"
         raise UsageError(
-            error.what,
-            cause="every client has a connection of its own, and the server holds them all.",
-            next_step=f"{'use fewer --num-clients' if should_raise else 'add --increase-file-limit'}, or run "
-            f"`ulimit -n {config.num_files}` first.",
+            error.what, cause=cause, next_step=f"{step}, or run `ulimit -n {num_files}` first."
         ) from error
 
 
@@ -261,7 +265,7 @@ class Tally(msgspec.Struct):
     failures: dict[str, int] = {}
     """Calls that failed, by the name of the error."""
     first_failure: str = ""
-    """What one of them said."""
+    """What the first of these errors said."""
     ended_s: float = 0.0
 
     @property
@@ -311,7 +315,7 @@ class ExpertsOutcome:
     complaint: str = ""
 
     def rows(self, config: ExpertsConfig, total_s: float) -> Iterator[Measured]:
-        """For the report: what was measured, and an error where calls failed."""
+        """Tell the report what was measured, and an error where calls failed."""
         key: RowKey = {
             "scenario": config.preset,
             "expert_class": config.expert_class,
@@ -320,36 +324,34 @@ class ExpertsOutcome:
             "backward": config.backward,
         }
         asked, echo = self.asked, self.echo
-        rows: list[tuple[str, str, list[float]]] = [
-            ("samples_per_s", "1/s", [_ratio(asked.num_samples, self.asked_s)]),
-            ("echo_samples_per_s", "1/s", self.echo_samples_per_s),
-            ("local_samples_per_s", "1/s", self.local_samples_per_s),
-            ("num_samples", "", [asked.num_samples]),
-            ("asked", "s", [self.asked_s]),
-            ("forward_latency", "s", [us / 1e6 for us in asked.forward_us]),
-            ("backward_latency", "s", [us / 1e6 for us in asked.backward_us]),
-            ("failed_calls", "", [asked.num_failed]),
-            ("failed_echoes", "", [echo.num_failed]),
-            ("lost_clients", "", [self.num_lost]),
-            ("launch", "s", [self.launch_s]),
-            ("startup_experts", "s", [self.experts_s]),
-            ("startup_networking", "s", [self.networking_s]),
-            ("server_processes", "", [self.server["num_processes"]]),
-            ("server_rss", "B", [float(size) for size in self.rss_bytes]),
-            ("total", "s", [total_s]),
-        ]
-        rows += [
-            (f"gpu_{name}", "B", [float(self.server[f"{name}_bytes"])])
-            for name in ("allocated", "reserved")
-            if f"{name}_bytes" in self.server
-        ]
-        for metric, unit, samples in rows:
+        figures: dict[str, Sequence[float]] = {
+            "samples_per_s": [_ratio(asked.num_samples, self.asked_s)],
+            "echo_samples_per_s": self.echo_samples_per_s,
+            "local_samples_per_s": self.local_samples_per_s,
+            "num_samples": [asked.num_samples],
+            "asked": [self.asked_s],
+            "forward_latency": [us / 1e6 for us in asked.forward_us],
+            "backward_latency": [us / 1e6 for us in asked.backward_us],
+            "failed_calls": [asked.num_failed],
+            "failed_echoes": [echo.num_failed],
+            "lost_clients": [self.num_lost],
+            "launch": [self.launch_s],
+            "startup_experts": [self.experts_s],
+            "startup_networking": [self.networking_s],
+            "server_processes": [self.server["num_processes"]],
+            "server_rss": self.rss_bytes,
+            "total": [total_s],
+        }
+        for name in ("allocated", "reserved"):
+            if f"{name}_bytes" in self.server:
+                figures[f"gpu_{name}"] = [self.server[f"{name}_bytes"]]
+        for metric, samples in figures.items():
             if samples:
-                yield _row(key, metric, unit, samples)
+                yield measured(metric, key, samples)
         for name, count in asked.failures.items():
-            yield _row({**key, "reason": name}, "failures", "", [float(count)])
+            yield measured("failures", {**key, "reason": name}, [count])
         if text := self._failure_text(config):
-            yield Measured(key=key, metric="completed", unit="", direction="higher", error=text)
+            yield measured("completed", key, error=text)
 
     def _failure_text(self, config: ExpertsConfig) -> str:
         parts = []
@@ -379,9 +381,9 @@ class ExpertsScenario:
         """Serve and ask, and tell what it took."""
         began_s = time.perf_counter()
         config = self._config
-        tell(f"starting a server of {_counted(config.num_experts, 'expert')}")
+        tell(f"starting a server of {counted(config.num_experts, 'expert')}")
         arguments = {"config": msgspec.to_builtins(config), "seed": self._seed}
-        with child("shoal.bench.experts_workers:host", arguments, name="The server") as server:
+        with child("shoal.bench.processes.experts:host", arguments, name="The server") as server:
             ready = server.expect()
             launch_s = time.perf_counter() - began_s
             outcome = ExpertsOutcome(launch_s, ready["experts_s"], ready["networking_s"])
@@ -396,8 +398,8 @@ class ExpertsScenario:
 
         tell("experts without a network")
         outcome.local_samples_per_s.append(server.ask("local"))
-        clients = _counted(config.num_clients, "client")
-        processes = _counted(config.client_processes, "process", "processes")
+        clients = counted(config.num_clients, "client")
+        processes = counted(config.client_processes, "process", "processes")
         tell(f"connecting {clients} in {processes}")
         with ClientFleet(config, self._seed, ready) as fleet:
             fleet.connect()
@@ -413,7 +415,7 @@ class ExpertsScenario:
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
     def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
-        tell(f"bare echoes, {_counted(self._config.num_clients, 'client')}")
+        tell(f"bare echoes, {counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
@@ -430,19 +432,8 @@ def _rss_bytes(pid: int) -> list[int]:
     return [num_pages * os.sysconf("SC_PAGE_SIZE")]
 
 
-def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
-    return row(key, metric, unit, samples, "higher" if metric in _MORE_IS_BETTER else "lower")
-
-
-def _counted(count: int, one: str, several: str = "") -> str:
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
-
-
 def _ratio(above: float, below: float) -> float:
     return above / below if below > 0 else 0.0
-
-
-_MORE_IS_BETTER = ("samples_per_s", "echo_samples_per_s", "local_samples_per_s", "num_samples")
 
 
 # --- client processes ---
@@ -450,7 +441,7 @@ _MORE_IS_BETTER = ("samples_per_s", "echo_samples_per_s", "local_samples_per_s",
 _TICK_S = 0.1
 _ANSWER_S = 600.0
 _CALL_S = 2.0  # more of patience for each batch: calls have deadlines, so that only a bug takes longer
-_ATTEND = "shoal.bench.experts_workers:attend"
+_ATTEND = "shoal.bench.processes.experts:attend"
 LOST = "LostClient"
 """What calls count as whose client died before it could tell of them."""
 
@@ -585,7 +576,10 @@ def experts_items(report: Report) -> Items:
             items += ["", f"Start {number} of {len(starts)}"]
         items += list(_lines(start, config, str(report.environment.get("device", ""))))
     items.append("")
-    items += [(f"failed: {_first_words(row.error or '')}", "red") for row in report.failed]
+    for row in report.failed:
+        # without the traceback that may follow: it was shown when it happened, and the report has it
+        words = (row.error or "").partition("Traceback (most recent call last)")[0].split()
+        items.append((f"failed: {' '.join(words).removesuffix(' Likely cause:')}", "red"))
     if report.failed and starts:
         items.append(("Warning: calls failed; times and rates end with the calls that did not.", "red"))
     return items
@@ -593,13 +587,6 @@ def experts_items(report: Report) -> Items:
 
 def _status(report: Report) -> str:
     return "Failure" if report.failed else "Success"
-
-
-def _first_words(error: str) -> str:
-    """Without the traceback that may follow: it was shown when it happened, and the report has it."""
-    return " ".join(error.partition("Traceback (most recent call last)")[0].split()).removesuffix(
-        " Likely cause:"
-    )
 
 
 # --- figures ---

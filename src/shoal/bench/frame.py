@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -31,13 +31,12 @@ from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.doctor.machine import Watch, describe_code, describe_machine
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
+from shoal.report.schema import Direction
 from shoal.report.tables import emit
+from shoal.report.words import METRICS
 
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
-Direction = Literal["higher", "lower"]
-Metrics = Mapping[str, tuple[str, Direction]]
-"""By metric: its unit, and what is better."""
 Receive = Callable[[dict[str, Any]], None]
 """Takes what a start tells: `progress`, `row`, `curve`, or what the `machine` was that it ran on."""
 
@@ -53,23 +52,14 @@ class Measured(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def row(
-    key: Mapping[str, Any], metric: str, unit: str, samples: Sequence[float], direction: Direction = "lower"
-) -> Measured:
-    """A row of samples."""
-    return Measured(key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples))
-
-
 def measured(
-    metrics: Metrics,
-    metric: str,
-    key: Mapping[str, Any],
-    samples: Sequence[float] = (),
-    error: str | None = None,
+    metric: str, key: Mapping[str, Any], samples: Sequence[float] = (), error: str | None = None
 ) -> Measured:
-    """A row of one of `metrics`: its samples, or why there are none."""
-    unit, direction = metrics[metric]
-    return msgspec.structs.replace(row(key, metric, unit, samples, direction), error=error)
+    """A row of a figure whose unit and direction stand in `report.words`: its samples, or why it has none."""
+    _, unit, direction = METRICS[metric]
+    return Measured(
+        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
+    )
 
 
 class MeasuredCurve(msgspec.Struct, kw_only=True):
@@ -83,6 +73,12 @@ class MeasuredCurve(msgspec.Struct, kw_only=True):
     """`value`, and the axes: of one length."""
 
 
+def curve(metric: str, key: RowKey, points: dict[str, list[float]]) -> MeasuredCurve:
+    """A curve of a figure whose unit and direction stand in `report.words`."""
+    _, unit, direction = METRICS[metric]
+    return MeasuredCurve(key=key, metric=metric, unit=unit, direction=direction, points=points)
+
+
 class Noted(msgspec.Struct, kw_only=True):
     """What belongs to where and when it ran, as the seconds that a simulation took: kept apart from figures.
 
@@ -90,7 +86,7 @@ class Noted(msgspec.Struct, kw_only=True):
     """
 
     facts: dict[str, Any]
-    """Into the report's environment."""
+    """What the report's environment gets."""
 
 
 class Scenario(Protocol):
@@ -154,6 +150,7 @@ SCENARIOS: dict[str, str] = {
     "experts": "shoal.bench.experts:ExpertsScenario",
     "latency": "shoal.bench.latency:LatencyScenario",
     "scaling": "shoal.bench.scaling:ScalingScenario",
+    "swarm": "shoal.bench.swarm:SwarmScenario",
     "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
     "virtual": "shoal.bench.virtual:VirtualScenario",
@@ -209,8 +206,12 @@ def run_benchmark(
             label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
             asked = config if version.source is None else _for_another_version(config)
             arguments = {"benchmark": benchmark, "config": dict(asked), "seed": settings.seed + start}
-            tell_at = functools.partial(_tell_at, tell, label)
-            collected[version.name].measure(start, functools.partial(starter, arguments, version), tell_at)
+            run = functools.partial(starter, arguments, version)
+
+            def tell_at(text: str, label: str = label) -> None:
+                tell(f"{label}: {text}")
+
+            collected[version.name].measure(start, run, tell_at)
     environment = {**machine, "before": before, "after": watch.look()}
     return [
         Report(
@@ -270,10 +271,6 @@ def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scena
     return scenario
 
 
-def _tell_at(tell: Tell, label: str, text: str) -> None:
-    tell(f"{label}: {text}")
-
-
 class _Collected:
     """Rows of one version as they come in, in the order of their first appearance."""
 
@@ -302,8 +299,7 @@ class _Collected:
         except BenchmarkError as error:
             tell(f"failed: {error.what}")
             text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
-            completed: Metrics = {"completed": ("", "higher")}
-            self.add(start, measured(completed, "completed", {"scenario": "start"}, error=text))
+            self.add(start, measured("completed", {"scenario": "start"}, error=text))
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
         name = _name(curve)

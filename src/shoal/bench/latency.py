@@ -2,7 +2,7 @@
 
 After Learning@home's throughput scripts (Ryabinin & Gusev 2020, section 4.1). Three methods compute the same
 blocks: 'fast' and 'slow' are model parallelism in this process, 'ours' is expert servers and clients in
-others. What measures them is `latency_workers`, which imports torch.
+others. What measures them is `processes.latency`, which imports torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.experts import HOST, MAX_LOOPS, ExpertsConfig, check_batches, check_clients
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, Tell, measured, same_fields
+from shoal.bench.experts import (
+    HOST,
+    MAX_LOOPS,
+    ExpertsConfig,
+    check_batches,
+    check_clients,
+    check_device,
+    ensure_files,
+)
+from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell, curve, measured, same_fields
 from shoal.bench.workers import Child, child, children
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
-from shoal.doctor.machine import default_device, ensure_open_files, gpus, memory, torch_build
+from shoal.doctor.machine import default_device, gpus, memory
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, headline, title_line
+from shoal.report.words import METRICS
 
 # --- what it is told ---
 
@@ -157,7 +166,7 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the whole model, norms and biases left out."""
+        """The bytes of the whole model's parameters, norms and biases left out."""
         dim = self.hid_dim
         weights = 24 * dim * dim if self.block_type == "ffn" else 4 * dim * dim + 2 * _INNER_DIM * dim
         return _FLOAT_BYTES * weights * self.num_layers
@@ -247,12 +256,20 @@ def config_of(given: dict[str, Any]) -> LatencyConfig:
     is_virtual = told.get("is_virtual", False)
     told["hosts"] = tuple(str(Address.parse(host)) for host in told.get("hosts", ()))
     told.setdefault("device", "cpu" if is_virtual else default_device())
-    _check_device(told["device"])
+    check_device(told["device"])
     if not told.get("gpus"):
-        told["gpus"] = _all_devices(told["device"], len(told["hosts"]))
+        count = len(told["hosts"]) or None
+        if told["device"] == "cpu":
+            told["gpus"] = tuple(range(count or DEFAULT_STAGES))
+        else:
+            num_gpus = max(1, len(gpus(_DRIVER_ANSWER_S).found))
+            told["gpus"] = tuple(number % num_gpus for number in range(count or num_gpus))
     jobs = told.get("jobs", LatencyConfig().jobs)
     told.setdefault("client_processes", max(1, min(jobs, num_cores() // _CORES_A_CLIENT_PROCESS)))
-    told.setdefault("max_batch_size", _share_of_device(jobs, told))
+    # half of what comes to one device: were all clients computed together, they would stay together, and all
+    # devices but one would wait
+    batch_size = told.get("batch_size", LatencyConfig().batch_size)
+    told.setdefault("max_batch_size", int(batch_size * max(1, jobs // (2 * len(told["gpus"])))))
     return LatencyConfig(**told)
 
 
@@ -265,48 +282,12 @@ def check_machine(config: LatencyConfig, *, should_raise_limit: bool) -> str | N
             f"{available_bytes / 1e9:.1f} GB are free.",
             next_step="lower --layers-per-gpu or --hid-dim, or simulate it: --virtual.",
         )
-    try:
-        return ensure_open_files(config.num_files, should_raise=should_raise_limit)
-    except UsageError as error:
-        raise UsageError(
-            error.what,
-            cause="every client has a connection to every server.",
-            next_step=f"{'use fewer --jobs' if should_raise_limit else 'add --increase-file-limit'}, or run "
-            f"`ulimit -n {config.num_files}` first.",
-        ) from error
-
-
-def _share_of_device(jobs: int, told: dict[str, Any]) -> int:
-    """Half of what comes to one device: were all clients computed together, they would stay together, and
-    all devices but one would wait.
-    """
-    batch_size = told.get("batch_size", LatencyConfig().batch_size)
-    return int(batch_size * max(1, jobs // (2 * len(told["gpus"]))))
-
-
-def _all_devices(device: str, num_hosts: int) -> tuple[int, ...]:
-    if device == "cpu":
-        return tuple(range(num_hosts or DEFAULT_STAGES))
-    num_gpus = max(1, len(gpus(_DRIVER_ANSWER_S).found))
-    return tuple(number % num_gpus for number in range(num_hosts or num_gpus))
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise UsageError(
-            f"There is no device {device!r}.",
-            next_step="use cpu or cuda, and say which GPUs with --gpus 0 1 2 3.",
-        )
-    if device == "cuda" and not torch_build().startswith("CUDA"):
-        raise UsageError(
-            "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA.",
-            next_step="use --device cpu, or see what `shoal doctor` says.",
-        )
+    cause = "every client has a connection to every server."
+    return ensure_files(config.num_files, should_raise=should_raise_limit, cause=cause, clients="--jobs")
 
 
 def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
-    """In the order in which they are measured; UsageError for one that there is not."""
+    """Put methods into the order in which they are measured; UsageError for one that there is not."""
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise UsageError(
@@ -319,7 +300,6 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
 # --- one start ---
 
 AXIS = "ping_s"
-METRICS: Metrics = {"throughput": ("samples/s", "higher"), "latency": ("s", "lower")}
 
 
 class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,9 +315,9 @@ class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> Iterator[Measured]:
         """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
-        yield measured(METRICS, "throughput", key, self.samples_per_s, self.error)
+        yield measured("throughput", key, self.samples_per_s, self.error)
         if self.error is None:
-            yield measured(METRICS, "latency", key, self.latency_s)
+            yield measured("latency", key, self.latency_s)
 
 
 class LatencyScenario:
@@ -362,7 +342,7 @@ class LatencyScenario:
             yield from self._ours(tell)
 
     def _baselines(self, tell: Tell) -> Iterator[LatencyPoint]:
-        from shoal.bench.latency_workers import Baseline, Pings
+        from shoal.bench.processes.latency import Baseline, Pings
 
         config = self._config
         tell(f"making {config.num_layers} blocks")
@@ -420,7 +400,7 @@ class LatencyScenario:
         shared = {"config": msgspec.to_builtins(config), "seed": self._seed}
         num_processes = max(1, min(num_cores(), len(tasks)))
         results = run_tasks(
-            "shoal.bench.latency_workers:run_point",
+            "shoal.bench.processes.latency:run_point",
             [{**shared, **task} for task in tasks],
             num_processes=num_processes,
             tell=tell,
@@ -440,19 +420,13 @@ def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Itera
     for found in all_found:
         if found.error is None:
             lines.setdefault((found.method, found.passes), []).append(found)
-    for metric, (unit, direction) in METRICS.items():
+    for metric in ("throughput", "latency"):
         for (method, passes), points in lines.items():
             at = points * len(pings_s) if method == "fast" else points
             axis = list(pings_s) if method == "fast" else [point.ping_s for point in points]
             values = [point.samples_per_s if metric == "throughput" else point.latency_s for point in at]
             for repeat in zip(*values, strict=True):
-                yield MeasuredCurve(
-                    key={"method": method, "passes": passes},
-                    metric=metric,
-                    unit=unit,
-                    direction=direction,
-                    points={"value": list(repeat), AXIS: axis},
-                )
+                yield curve(metric, {"method": method, "passes": passes}, {"value": list(repeat), AXIS: axis})
 
 
 def _point_text(method: str, passes: str, index: int, num_points: int) -> str:
@@ -461,8 +435,8 @@ def _point_text(method: str, passes: str, index: int, num_points: int) -> str:
 
 # --- servers and client processes ---
 
-_HOST_EXPERTS = "shoal.bench.experts_workers:host"
-_ATTEND = "shoal.bench.latency_workers:attend"
+_HOST_EXPERTS = "shoal.bench.processes.experts:host"
+_ATTEND = "shoal.bench.processes.latency:attend"
 
 
 class Fleet:
@@ -518,7 +492,14 @@ def opened_fleet(config: LatencyConfig, seed: int, tell: Tell) -> Iterator[Fleet
         try:
             fleet.connect()
         except BenchmarkError as error:
-            raise _explained(error, config) from error
+            if not config.hosts:
+                raise
+            raise BenchmarkError(
+                error.what,
+                cause="a host serves nothing, other experts, or asks for a swarm's secret (--secret-file).",
+                next_step=f"on each host: shoal serve --expert-class {config.expert_class} --hidden-dim "
+                f"{config.hid_dim} --num-experts {config.layers_per_gpu} --listen HOST:PORT",
+            ) from error
         yield fleet
 
 
@@ -553,17 +534,6 @@ def _values(answer: dict[str, Any]) -> list[float]:
         raise BenchmarkError(answer["error"])
     values: list[float] = answer["values"]
     return values
-
-
-def _explained(error: BenchmarkError, config: LatencyConfig) -> BenchmarkError:
-    if not config.hosts:
-        return error
-    return BenchmarkError(
-        error.what,
-        cause="a host serves nothing, other experts, or asks for a swarm's secret (--secret-file).",
-        next_step=f"on each host: shoal serve --expert-class {config.expert_class} --hidden-dim "
-        f"{config.hid_dim} --num-experts {config.layers_per_gpu} --listen HOST:PORT",
-    )
 
 
 # --- what it prints ---
@@ -625,12 +595,16 @@ def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
     ping = f"a mean delay of {digits(1e3 * last_s)} ms at every layer"
     sentences = []
     if "ours_kept" in result:
+        who = f"{counted(config.jobs, 'client')} of expert servers {'keeps' if config.jobs == 1 else 'keep'}"
         sentences.append(
-            f"With {ping}, {_clients(config)} of expert servers {'keeps' if config.jobs == 1 else 'keep'} "
-            f"{100 * result['ours_kept']:.0f} % of the throughput without delay."
+            f"With {ping}, {who} {100 * result['ours_kept']:.0f} % of the throughput without delay."
         )
         if result["ours_kept"] < _KEPT and result["ours_throughput_max_ping"] > _limit(config) / 2:
-            sentences.append(_limit_sentence(config))
+            sentences.append(
+                f"A batch waits {digits(_waits_s(config))} s on its way, so that "
+                f"{counted(config.jobs, 'client')} cannot do more than {digits(_limit(config))} samples/s "
+                "there; more of them (-j) can."
+            )
     if "slow_kept" in result:
         kept = digits(100 * result["slow_kept"], 2)
         sentences.append(f"With {ping}, model parallelism keeps {kept} % of its throughput.")
@@ -644,10 +618,6 @@ def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
     return sentences
 
 
-def _clients(config: LatencyConfig) -> str:
-    return f"{config.jobs} client{'s' * (config.jobs != 1)}"
-
-
 def _waits_s(config: LatencyConfig) -> float:
     """Of a batch on its way, forward, at the longest ping."""
     return config.num_layers * config.pings_s[-1]
@@ -659,13 +629,6 @@ def _limit(config: LatencyConfig) -> float:
     return config.jobs * config.batch_size / waits_s if waits_s else math.inf
 
 
-def _limit_sentence(config: LatencyConfig) -> str:
-    return (
-        f"A batch waits {digits(_waits_s(config))} s on its way, so that {_clients(config)} cannot do "
-        f"more than {digits(_limit(config))} samples/s there; more of them (-j) can."
-    )
-
-
 def latency_items(report: Report) -> Items:
     """The lines of each method, and what failed."""
     config = msgspec.convert(report.config, LatencyConfig)
@@ -673,7 +636,7 @@ def latency_items(report: Report) -> Items:
     where = "in virtual time" if config.is_virtual else f"on {config.device}"
     items.append(
         f"{config.num_layers} {config.block_type} blocks of width {config.hid_dim}, batches of "
-        f"{config.batch_size}, {_clients(config)}, {where}"
+        f"{config.batch_size}, {counted(config.jobs, 'client')}, {where}"
     )
     for passes in config.passes:
         items += ["", (passes, "bold")]
@@ -689,7 +652,7 @@ def _line(report: Report, method: Method, passes: Passes, ping_s: float) -> str:
     parts = [f"{method:4}  ping {ping_s:.4f} s"]
     for metric in ("latency", "throughput"):
         row = _row(report, metric, method, passes, ping_s)
-        unit = METRICS[metric][0]
+        unit = METRICS[metric].unit
         parts.append(f"{metric} {_spread(row)} {unit}" if row is not None else f"{metric} failed")
     return "  ".join(parts)
 

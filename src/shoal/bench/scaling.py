@@ -2,8 +2,8 @@
 
 As BlueFog's throughput page: synthetic batches, a warm-up, then iterations of several batches each. Every
 iteration has one of `none` as neighbour in time, where as many workers share nothing: the ceiling. One worker
-alone under `none` is what efficiency is measured by. What the figures say is `scaling_tables`', and what they
-let expect of more workers `predict`'s.
+alone under `none` is what efficiency is measured by. What the figures say is `tables.scaling`', and what they
+let expect of more workers `forecast.predict`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,15 +38,15 @@ from shoal.bench.contenders import (
     shares_of,
     tell_inputs,
     workers_device,
-    workers_text,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, curve, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.report import DEFAULT_FOLDER, Report, Row
+from shoal.report.units import counted
 from shoal.strategies.registry import canonical, find
 
 if TYPE_CHECKING:
@@ -61,18 +60,6 @@ PROCESSORS = {"cpu": "cores_per_worker", "cuda": "gpus_per_worker"}
 MIXING = "mixing"
 AS_TOKENS = {SPEED: "tokens_per_s", WORKER_SPEED: "tokens_per_s_per_worker"}
 """What the speed of a model of text is called."""
-METRICS: Metrics = {
-    SPEED: ("images/s", "higher"),
-    WORKER_SPEED: ("images/s", "higher"),
-    AS_TOKENS[SPEED]: ("tokens/s", "higher"),
-    AS_TOKENS[WORKER_SPEED]: ("tokens/s", "higher"),
-    EFFICIENCY: ("", "higher"),
-    FRACTION: ("", "higher"),
-    PROCESSORS["cpu"]: ("", "higher"),
-    PROCESSORS["cuda"]: ("", "higher"),
-    MIXING: ("s", "lower"),
-}
-_measured = partial(measured, METRICS)
 _ANSWER_S = 3600.0  # ten batches of a large model take one core many minutes
 _NUM_MIXINGS = 5
 _SMALLEST_INNER_OUTER = 3
@@ -169,7 +156,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     profile: str | None = None
     """A network that the group is made as slow as: a preset's name or a TOML file."""
     between: Literal["workers", "machines"] = "workers"
-    """Whose links the profile describes."""
+    """Whether the profile describes links of workers or of machines."""
     trace_folder: str | None = None
     """Where to write what torch's profiler saw of rank 0 in one iteration more."""
     should_predict: bool = False
@@ -299,7 +286,7 @@ def doubling(last: int) -> tuple[int, ...]:
 
 
 def given_options(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """For each strategy those of the given options that it has; UsageError for one that none of them has."""
+    """Give each strategy those options that it has; UsageError for an option that none of them has."""
     options = {}
     for strategy, own in shares_of(strategies, given).items():
         read = all_options(strategy, own)
@@ -348,7 +335,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, strategy=strategy)
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {workers_text(self.num_workers)}, batch {self.batch_size}"
+        return f"{self.strategy}, {counted(self.num_workers, 'worker')}, batch {self.batch_size}"
 
 
 Speeds = list[float]
@@ -377,7 +364,7 @@ class ScalingScenario:
         """Every point in turn; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
-            "shoal.bench.scaling:work",
+            "shoal.bench.scaling:ScalingWorker",
             config.crew_size or max(config.num_workers),
             msgspec.to_builtins(config),
             _ANSWER_S,
@@ -417,9 +404,7 @@ class ScalingScenario:
     def _mixings(self, workers: Workers) -> list[Measured]:
         """How long workers take to add one model to another, all at once."""
         return [
-            _measured(
-                MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)]
-            )
+            measured(MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)])
             for count in self._config.num_workers
             if (answers := workers.ask("mix", among=count))
         ]
@@ -429,7 +414,7 @@ class ScalingScenario:
         if (error := self._open(workers, point)) is not None:
             raise BenchmarkError(error)
         tell(f"{point}: Running warmup...")
-        self._warm_up(workers, point)
+        workers.ask("warm_up", among=1, strategy=NONE)
         tell(f"{point}: Running benchmark...")
         speeds = []
         for number in range(self._config.num_iters):
@@ -441,12 +426,14 @@ class ScalingScenario:
         kept = PointSpeeds()
         beside = point.under(NONE)
         try:
-            kept.error = self._refusal(point) or self._open(workers, beside) or self._open(workers, point)
+            if self._config.profile is not None and sends_by_itself(point.strategy):
+                kept.error = f"{point.strategy} sends by itself, so that no profile can slow it down."
+            kept.error = kept.error or self._open(workers, beside) or self._open(workers, point)
             if kept.error is None:
                 workers.ask("attach", among=point.num_workers, strategy=point.strategy)
                 tell(f"{point}: Running warmup...")
-                self._warm_up(workers, beside)
-                self._warm_up(workers, point)
+                for which in (beside, point):
+                    workers.ask("warm_up", among=which.num_workers, strategy=which.strategy)
                 tell(f"{point}: Running benchmark...")
                 for number in range(self._config.num_iters):
                     order = (point, beside) if number % 2 == 0 else (beside, point)
@@ -454,18 +441,17 @@ class ScalingScenario:
                     kept.speeds.append(found[point])
                     kept.ceilings.append(found[beside])
                     tell(f"{point}: {iteration_text(number, found[point][0], self._what)}")
-                self._trace(workers, point, tell)
+                if self._config.trace_folder is not None:
+                    name = f"{point.strategy}-batch{point.batch_size}-np{point.num_workers}"
+                    file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
+                    workers.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
+                    tell(f"{point}: traced in {file}")
                 workers.ask("close", among=point.num_workers, strategy=point.strategy)
         except BenchmarkError as error:
             kept = PointSpeeds(error=one_line(error))
         if kept.error is not None:
             tell(f"{point} failed: {kept.error}")
         return kept
-
-    def _refusal(self, point: ScalingPoint) -> str | None:
-        if self._config.profile is not None and sends_by_itself(point.strategy):
-            return f"{point.strategy} sends by itself, so that no profile can slow it down."
-        return None
 
     def _open(self, workers: Workers, point: ScalingPoint) -> str | None:
         """Why it cannot be, where all or some of the workers say so at once."""
@@ -478,22 +464,11 @@ class ScalingScenario:
             workers.ask("close", among=point.num_workers, strategy=point.strategy)
         return said[0] if said else None
 
-    def _warm_up(self, workers: Workers, point: ScalingPoint) -> None:
-        workers.ask("warm_up", among=point.num_workers, strategy=point.strategy)
-
     def _iterate(self, workers: Workers, point: ScalingPoint) -> Speeds:
         answers = workers.ask("iterate", among=point.num_workers, strategy=point.strategy)
         config = self._config
         count = point.batch_size * config.num_batches_per_iter * (config.sequence_length or 1)
         return [count / seconds for seconds in answers]
-
-    def _trace(self, workers: Workers, point: ScalingPoint, tell: Tell) -> None:
-        if self._config.trace_folder is None:
-            return
-        name = f"{point.strategy}-batch{point.batch_size}-np{point.num_workers}"
-        file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
-        workers.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
-        tell(f"{point}: traced in {file}")
 
 
 def rows_of(
@@ -512,13 +487,13 @@ def rows_of(
     for name, kept in by_strategy.items():
         point = place.under(name)
         if kept.error is not None:
-            yield _measured(SPEED, point.key, error=kept.error)
+            yield measured(SPEED, point.key, error=kept.error)
             continue
         yield from _speed_rows(point, kept.speeds, own_speed)
         pairs = zip(kept.speeds, kept.ceilings, strict=True)
-        yield _measured(FRACTION, point.key, [sum(ours) / sum(theirs) for ours, theirs in pairs])
+        yield measured(FRACTION, point.key, [sum(ours) / sum(theirs) for ours, theirs in pairs])
         for rank in range(point.num_workers):
-            yield _measured(WORKER_SPEED, {**point.key, "rank": rank}, [each[rank] for each in kept.speeds])
+            yield measured(WORKER_SPEED, {**point.key, "rank": rank}, [each[rank] for each in kept.speeds])
 
 
 def processor_rows(
@@ -527,48 +502,36 @@ def processor_rows(
     """How many cores or GPUs a worker has, where each rank has told its machine's name and their number."""
     for count in num_workers:
         processors = {str(name): int(number) for name, number in machines[:count]}
-        yield _measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
+        yield measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
 
 
 def _speed_rows(point: ScalingPoint, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Measured]:
     totals = [sum(each) for each in speeds]
-    yield _measured(SPEED, point.key, totals)
-    yield _measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
+    yield measured(SPEED, point.key, totals)
+    yield measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
 
 
 def predicted_curves(config: ScalingConfig, rows: Sequence[Measured], tell: Tell) -> Iterator[MeasuredCurve]:
     """Yield the curves to more workers than one start has measured; a benchmark never fails for them."""
-    from shoal.bench.predict import forecast_curves, forecast_of
+    from shoal.bench.forecast.predict import forecast_curves, forecast_of
 
-    report = Report(
-        benchmark="scaling",
-        created="",
-        config=msgspec.to_builtins(config),
-        rows=[_row(measured) for measured in rows],
-    )
+    fields = ("key", "metric", "unit", "direction", "error")
+    told = [
+        Row(**{name: getattr(row, name) for name in fields}, starts=[] if row.error else [row.samples])
+        for row in rows
+    ]
+    report = Report(benchmark="scaling", created="", config=msgspec.to_builtins(config), rows=told)
     try:
         curves = forecast_curves(forecast_of(report))
     except ShoalError as error:
         tell(f"no prediction: {error.what}")
         return
-    for curve in curves:
-        fields = {name: getattr(curve, name) for name in ("key", "metric", "unit", "direction")}
-        for points in curve.starts:
-            yield MeasuredCurve(**fields, points=points)
-
-
-def _row(measured: Measured) -> Row:
-    fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction", "error")}
-    return Row(**fields, starts=[measured.samples] if measured.error is None else [])
+    for predicted in curves:
+        for points in predicted.starts:
+            yield curve(predicted.metric, predicted.key, points)
 
 
 # --- a worker ---
-
-
-def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> ScalingWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    return ScalingWorker(place, msgspec.convert(arguments, ScalingConfig), stack)
 
 
 @dataclass
@@ -584,11 +547,13 @@ class OpenedModel:
 class ScalingWorker:
     """The trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: BenchPlace, config: ScalingConfig, stack: contextlib.ExitStack) -> None:
-        self._place = place
-        self._config = config
-        self._stack = stack
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
         from shoal.models import model_named
+
+        place.set_up_process()
+        self._place = place
+        self._config = config = msgspec.convert(arguments, ScalingConfig)
+        self._stack = stack
 
         self._entry = model_named(config.model).at(
             config.image_size, config.num_classes, config.sequence_length
@@ -607,7 +572,10 @@ class ScalingWorker:
             opened = OpenedModel(self._trainee(where.batch_size), where.batch_size)
             if where.strategy != NONE:
                 group = stack.enter_context(self._open_group(number, where))
-                opened.strategy = self._make_strategy(where.strategy, group)
+                workers = Counter(group.machines)
+                local_sizes = [workers[machine] for machine in sorted(workers)]
+                options = options_for(where.strategy, self._config, local_sizes)
+                opened.strategy = make_contender(group, where.strategy, options)
         except UsageError as error:
             return " ".join(error.what.split())
         self._opened[where.strategy] = opened
@@ -690,8 +658,3 @@ class ScalingWorker:
         from shoal.group.conditions import Shaped
 
         return Shaped(group, config.profile, between=config.between, seed=config.seed)
-
-    def _make_strategy(self, strategy: str, group: Group) -> Strategy:
-        workers = Counter(group.machines)
-        local_sizes = [workers[machine] for machine in sorted(workers)]
-        return make_contender(group, strategy, options_for(strategy, self._config, local_sizes))

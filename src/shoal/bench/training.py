@@ -2,7 +2,7 @@
 
 One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
 ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
-the samples say is `training_tables`'; servers and workers that are started by hand are `training_by_hand`'s.
+the samples say is `tables.training`'; servers and workers that are started by hand are `training_by_hand`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -39,17 +38,18 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import Measured, Metrics, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
-    Helper,
     LocalWorkers,
     OpenWorkers,
     Parent,
     Workers,
     WorkerSettings,
     one_line,
+    server_place,
+    start_servers,
 )
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
@@ -76,18 +76,10 @@ which several machines always reduce inside each of them first."""
 _OPTIMIZER_NAMES = "sync-sgd, async-sgd, sma, sync-sgd-nccl, sync-sgd-hierarchical-nccl"
 FRACTION, SPEED, OWN_SPEED = "fraction_of_ceiling", "examples_per_s", "examples_per_s_per_worker"
 ITERATION, OWN_FRACTION, WAITED = "seconds_per_iteration", "fraction_of_own_speed", "waited"
-METRICS: Metrics = {
-    FRACTION: ("", "higher"),
-    SPEED: ("1/s", "higher"),
-    OWN_SPEED: ("1/s", "higher"),
-    ITERATION: ("s", "lower"),
-    OWN_FRACTION: ("", "higher"),
-    WAITED: ("s", "lower"),
-}
+FIGURES = (FRACTION, SPEED, OWN_SPEED, ITERATION, OWN_FRACTION, WAITED)
 """In the order in which a reader asks for them: ratios of neighbouring blocks; the speed of all workers
 together in a block, and of each; a worker's iterations; ratios of a worker's own speed; how long a worker
 waited for another in a block."""
-row = partial(measured, METRICS)
 
 
 class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +197,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Tokens of an example, where the model reads text."""
     device: DeviceKind = "cpu"
     batch_size: int = 64
-    """Of each worker."""
     strategies: tuple[str, ...] = DEFAULT_STRATEGIES
     options: dict[str, dict[str, Any]] = {}
     """Of each strategy, where it has others than its defaults."""
@@ -216,7 +207,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_pairs: int = 10
     """Blocks of each strategy, each with one of `none` beside it."""
     num_warmup: int = DEFAULT_WARMUP
-    """Iterations before anything is measured."""
     block_s: float = 1.0
     iterations: int | None = None
     """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
@@ -229,6 +219,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     learning_rate: float = 0.01
     momentum: float = 0.9
     seed: int = 0
+
+    def servers_of(self, strategy: str) -> int:
+        """How many processes there are beside the workers of a strategy."""
+        return self.num_servers if needs_servers(strategy) else 0
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:
@@ -370,7 +364,7 @@ class TrainingScenario:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
-            "shoal.bench.training:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
+            "shoal.bench.training:TrainingWorker", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         for name, kept in self._measured.items():
             if kept.error is not None:
@@ -383,7 +377,7 @@ class TrainingScenario:
                     self._prepare(workers, tell)
                     if self._measured[name].error is None:
                         self._measure_pair(workers, name, number, tell)
-            yield from sorted(self._rows(), key=lambda row: list(METRICS).index(row.metric))
+            yield from sorted(self._rows(), key=lambda row: FIGURES.index(row.metric))
 
     def _standing(self) -> list[str]:
         """The strategies that have not failed."""
@@ -402,9 +396,8 @@ class TrainingScenario:
 
     def _attach(self, workers: Workers, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
-        for server in range(self._config.num_servers if needs_servers(name) else 0):
-            role = {"strategy": name, "server": server, "config": msgspec.to_builtins(self._config)}
-            workers.start_helper(Helper("shoal.bench.training:serve_parameters", f"server {server}", role))
+        role = {"strategy": name, "config": msgspec.to_builtins(self._config)}
+        start_servers(workers, "shoal.bench.training:serve_parameters", self._config.servers_of(name), **role)
         workers.ask("attach", strategy=name)
         blocks = self._block(workers, name, self._config.num_warmup)
         times_s = [statistics.median(block.times_s) for block in blocks]
@@ -424,7 +417,7 @@ class TrainingScenario:
     def _measure_pair(self, workers: Workers, name: str, number: int, tell: Tell) -> None:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
         try:
-            measured = {who: self._block(workers, who, self._iterations[who]) for who in order}
+            blocks = {who: self._block(workers, who, self._iterations[who]) for who in order}
             if self._config.slow_rank is not None:
                 sleep_s, self._sleep_s = self._sleep_s, 0.0
                 self._measured[name].evens.append(self._block(workers, name, self._iterations[name]))
@@ -432,8 +425,8 @@ class TrainingScenario:
         except BenchmarkError as error:
             self._give_up(name, error, tell)
             return
-        self._measured[name].blocks.append(measured[name])
-        self._measured[name].ceilings.append(measured[NONE])
+        self._measured[name].blocks.append(blocks[name])
+        self._measured[name].ceilings.append(blocks[NONE])
 
     def _block(self, workers: Workers, name: str, iterations: int | None) -> Blocks:
         answers = workers.ask(
@@ -463,13 +456,13 @@ class Block(msgspec.Struct, frozen=True):
     """What one worker did in one block."""
 
     times_s: list[float]
-    """Of each iteration."""
+    """How long each iteration took."""
     waited_s: list[float] = []
     """For each rank, by this worker."""
 
     @property
     def seconds(self) -> float:
-        """From the first iteration's beginning to the last one's end."""
+        """How long the block took, from the first iteration's beginning to the last one's end."""
         return sum(self.times_s)
 
     def examples_per_s(self, batch_size: int) -> float:
@@ -478,7 +471,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 Blocks = list[Block]
-"""One for each rank."""
+"""What all workers did in one block, by rank."""
 
 
 class StrategyBlocks(msgspec.Struct):
@@ -496,28 +489,28 @@ def strategy_rows(name: str, kept: StrategyBlocks, batch_size: int) -> Iterator[
     """The figures of one strategy, or of the ceiling, which has nothing beside it."""
     key: RowKey = {"strategy": name}
     if kept.error is not None:
-        yield row(SPEED, key, error=kept.error)
+        yield measured(SPEED, key, error=kept.error)
         return
     speeds = [total_speed(blocks, batch_size) for blocks in kept.blocks]
     beside = [total_speed(blocks, batch_size) for blocks in kept.ceilings]
     if beside:
-        yield row(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
-    yield row(SPEED, key, speeds)
+        yield measured(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
+    yield measured(SPEED, key, speeds)
     num_workers = len(kept.blocks[0])
     has_waits = any(any(block.waited_s) for blocks in kept.blocks for block in blocks)
     for rank in range(num_workers):
         own = [blocks[rank] for blocks in kept.blocks]
         by_rank: RowKey = {**key, "rank": rank}
-        yield row(OWN_SPEED, by_rank, [block.examples_per_s(batch_size) for block in own])
-        yield row(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
+        yield measured(OWN_SPEED, by_rank, [block.examples_per_s(batch_size) for block in own])
+        yield measured(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
         if kept.evens:
             pairs = zip(own, (blocks[rank] for blocks in kept.evens), strict=True)
             fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
-            yield row(OWN_FRACTION, by_rank, fractions)
+            yield measured(OWN_FRACTION, by_rank, fractions)
         for other in range(num_workers) if has_waits else ():
             if other != rank:
                 waits_s = [block.waited_s[other] for block in own]
-                yield row(WAITED, {**by_rank, "waited_for": other}, waits_s)
+                yield measured(WAITED, {**by_rank, "waited_for": other}, waits_s)
 
 
 def total_speed(blocks: Blocks, batch_size: int) -> float:
@@ -528,17 +521,9 @@ def total_speed(blocks: Blocks, batch_size: int) -> float:
 # --- a worker ---
 
 
-def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> TrainingWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    return TrainingWorker(place, msgspec.convert(arguments, TrainingConfig), stack)
-
-
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one strategy until the workers are done."""
-    place = msgspec.convert(arguments["place"], BenchPlace)
-    place.set_up_process()
-    role = arguments["arguments"]
+    place, role = server_place(arguments)
     config, strategy = msgspec.convert(role["config"], TrainingConfig), role["strategy"]
     with place.open_with_servers(strategy, config.num_servers, role["server"]) as group:
         trainee = trainee_of(config, 0, place.device(config.device))
@@ -564,9 +549,10 @@ def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Train
 class TrainingWorker:
     """All trainees of one worker; its methods are the orders."""
 
-    def __init__(self, place: BenchPlace, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        place.set_up_process()
         self._place = place
-        self._config = config
+        self._config = config = msgspec.convert(arguments, TrainingConfig)
         self._stack = stack
         self._device = place.device(config.device)
         self._trainees: dict[str, Trainee] = {}
@@ -578,11 +564,11 @@ class TrainingWorker:
         if strategy == NONE:
             return
         # a group for each strategy: who waits for whom is counted apart, and each may leave its own
-        if needs_servers(strategy):
-            opened = self._place.open_with_servers(strategy, self._config.num_servers)
-        else:
-            machines = self._config.workers_per_machine
-            opened = self._place.open_group(strategy, workers_per_machine=machines)
+        opened = self._place.open_group(
+            strategy,
+            workers_per_machine=self._config.workers_per_machine,
+            num_servers=self._config.servers_of(strategy),
+        )
         group = self._groups[strategy] = self._stack.enter_context(opened)
         made = make_contender(group, strategy, self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import Spread, Trainee, device_of, options_of, tokens_of
-from shoal.bench.frame import Receive, RowKey, RunFlags, Version
+from shoal.bench.frame import Receive, RowKey, RunFlags, Version, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import (
     ITERATION,
@@ -24,7 +24,6 @@ from shoal.bench.training import (
     TrainingConfig,
     TrainingFlags,
     one_of,
-    row,
     slow_worker,
     trained_config,
     trainee_of,
@@ -67,7 +66,7 @@ class Role(msgspec.Struct, frozen=True):
     num_servers: int
     num_workers: int
     meeting: Address
-    """The first server's."""
+    """The address of the first server, where all meet."""
     network_interface: str | None = None
     """Through which this process talks to other machines."""
 
@@ -200,13 +199,10 @@ class WorkerByHand:
             raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
         finally:
             if times_s:
-                self._tell_rows(config.batch_size, times_s, receive)
-
-    def _tell_rows(self, batch_size: int, times_s: list[float], receive: Receive) -> None:
-        key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
-        speeds = [batch_size / time_s for time_s in times_s]
-        for told in (row(OWN_SPEED, key, speeds), row(ITERATION, key, times_s)):
-            receive({"row": msgspec.to_builtins(told)})
+                key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
+                speeds = [config.batch_size / time_s for time_s in times_s]
+                for told in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
+                    receive({"row": msgspec.to_builtins(told)})
 
 
 def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
@@ -44,7 +44,6 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats: int = 5
     """Measured blocks of each kind, after one block to warm up."""
     block_s: float = 0.5
-    """Length of a block."""
     num_latency_calls: int = 2000
     """Calls, one after another, of which the latency is kept."""
     in_flight_small: int = 64
@@ -121,12 +120,12 @@ class TransportScenario:
         tell(f"100-byte echoes, {kind}, one at a time")
         client.latencies_s(SMALL_BYTES, self._config.num_latency_calls // 4)
         latencies_s = client.latencies_s(SMALL_BYTES, self._config.num_latency_calls)
-        yield row({**key, "in_flight": 1}, "latency", "s", latencies_s)
+        yield measured("latency", {**key, "in_flight": 1}, latencies_s)
         in_flight, block_s = self._config.in_flight_small, self._config.block_s
         tell(f"100-byte echoes, {kind}, {in_flight} in flight")
         client.calls_per_s(SMALL_BYTES, in_flight, block_s)
         rates = [client.calls_per_s(SMALL_BYTES, in_flight, block_s) for _ in range(self._config.repeats)]
-        yield row({**key, "in_flight": in_flight}, "calls_per_s", "1/s", rates, "higher")
+        yield measured("calls_per_s", {**key, "in_flight": in_flight}, rates)
 
     def _large(
         self, client: EchoClient, via: str, raw_via: str, in_flight: int, tell: Tell
@@ -145,9 +144,9 @@ class TransportScenario:
                         ceiling.append(raw.echo_for(block_s) / 1e9)
         del ours[0], ceiling[0]  # the warm-up
         for name, rates in ((via, ours), (raw_via, ceiling)):
-            yield row({**key, "via": name}, "echo", "GB/s", rates, "higher")
+            yield measured("echo", {**key, "via": name}, rates)
         fractions = [mine / theirs for mine, theirs in zip(ours, ceiling, strict=True)]
-        yield row(key, f"fraction_of_{raw_via.replace('-', '_')}", "", fractions, "higher")
+        yield measured(f"fraction_of_{raw_via.replace('-', '_')}", key, fractions)
 
     def _virtual(self, tell: Tell) -> Iterator[Measured]:
         num_peers, seconds = self._config.virtual_peers, self._config.virtual_s
@@ -157,7 +156,7 @@ class TransportScenario:
             world = run_world(num_peers, seconds=seconds, profile="wan", seed=self._seed, kind=kind)
             took_s = time.perf_counter() - began_s
             key = {"scenario": "virtual", "via": kind, "num_peers": num_peers, "seconds": seconds}
-            yield row(key, "virtual_calls_per_s", "1/s", [world.num_calls / took_s], "higher")
+            yield measured("virtual_calls_per_s", key, [world.num_calls / took_s])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, row
+from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
@@ -100,11 +100,11 @@ class VirtualScenario:
         world = run_world(**msgspec.structs.asdict(config), seed=self._seed)
         took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         key: RowKey = {"scenario": "virtual", "via": config.kind, "num_peers": config.num_peers}
-        yield row(key, "wall_time", "s", [took_s])
-        yield row(key, "cpu_time", "s", [took_cpu_s])
-        yield row(key, "virtual_calls_per_s", "1/s", [world.num_calls / took_s], "higher")
+        yield measured("wall_time", key, [took_s])
+        yield measured("cpu_time", key, [took_cpu_s])
+        yield measured("virtual_calls_per_s", key, [world.num_calls / took_s])
         happened = {**key, "num_calls": world.num_calls, "seed": self._seed, "digest": world.digest}
-        yield row(happened, "failed_calls", "", [float(world.num_failed)])
+        yield measured("failed_calls", happened, [float(world.num_failed)])
 
 
 def summarize_virtual(report: Report) -> dict[str, Any]:

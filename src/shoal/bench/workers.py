@@ -5,10 +5,10 @@ and its `Parent`; both sides talk in lines of JSON. A child ends when the functi
 until its parent has had enough calls `parent.wait_for_end()`, or takes orders with `parent.receive()` until
 there are no more.
 
-`LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is a
-function, called with its `BenchPlace`, its arguments and a stack for what it opens; it returns an object
-whose methods are the orders that it takes. `ranks` has the same for processes that a launcher has started,
-here or on other hosts.
+`LocalWorkers` starts workers that take part in one group and gives them orders in lock-step. A worker is an
+object whose methods are the orders that it takes, made by a class or function that is called with its
+`BenchPlace`, its arguments and a stack for what it opens. `ranks` has the same for processes that a launcher
+has started, here or on other hosts.
 
 `run_tasks` has processes work through a list of tasks that do not depend on each other.
 
@@ -106,8 +106,10 @@ class Child:
 
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the child tells, None at its end; BenchmarkError when it failed."""
-        line = self._next_line()
-        if not line:
+        while not self.has_more and (some := os.read(self.fileno(), _READ_BYTES)):
+            self._read += some
+        line, is_whole, self._read = self._read.partition(b"\n")
+        if not is_whole:
             try:
                 code = self._process.wait(_ENDING_S)
             except subprocess.TimeoutExpired:
@@ -123,16 +125,6 @@ class Child:
         if "failure" in message:
             raise BenchmarkError(f"{self._name} failed: {message['failure']}", cause=message["trace"])
         return message
-
-    def _next_line(self) -> bytes:
-        """Nothing at the end."""
-        while not self.has_more:
-            some = os.read(self.fileno(), _READ_BYTES)
-            if not some:
-                return b""
-            self._read += some
-        line, _, self._read = self._read.partition(b"\n")
-        return bytes(line)
 
     def expect(self) -> dict[str, Any]:
         """The next thing that the child tells; BenchmarkError when it ended instead."""
@@ -197,8 +189,10 @@ def child(
         environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")]).rstrip(
             os.pathsep
         )
+    has_workers = source is None or (source / "shoal" / "bench" / "workers.py").is_file()
+    module = "shoal.bench.workers" if has_workers else "shoal.bench.children"  # as older versions have it
     process = subprocess.Popen(
-        [sys.executable, "-m", _module_of(source)],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -247,12 +241,6 @@ def children(
             raise
         for each in started:
             each.end()
-
-
-def _module_of(source: Path | None) -> str:
-    """Name the module that runs a child in this version, or in that of `source`, which may be older."""
-    has_workers = source is None or (source / "shoal" / "bench" / "workers.py").is_file()
-    return "shoal.bench.workers" if has_workers else "shoal.bench.children"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -335,15 +323,18 @@ class BenchPlace(msgspec.Struct, frozen=True):
         *,
         among: int | None = None,
         workers_per_machine: int | None = None,
+        num_servers: int = 0,
         backend: Backend | None = None,
         encrypt: EncryptChoice = "auto",
     ) -> Group:
         """Open the group of the first `among` workers, or of all; each name is used once. Collective.
 
         It is in shared memory on one machine; over sockets if that is split into several, or a backend is
-        asked for. Workers of a launcher get what `shoal.init()` opens. `encrypt` is of streams between
-        machines.
+        asked for. With servers beside the workers, those are to be started (`start_servers`). Workers of a
+        launcher get what `shoal.init()` opens. `encrypt` is of streams between machines.
         """
+        if num_servers:
+            return self.open_with_servers(name, num_servers)
         from shoal.group.base import GroupSettings
         from shoal.group.host import open_host_group
         from shoal.group.solo import SoloGroup
@@ -472,7 +463,7 @@ class Helper(msgspec.Struct, frozen=True):
     function: str
     """`module:name`, called as any child's, with `place` and `arguments` among its arguments."""
     name: str
-    """What errors call it."""
+    """The name that errors call it by."""
     arguments: dict[str, Any] = {}
 
 
@@ -488,6 +479,12 @@ class Workers(Protocol):
 
     def start_helper(self, helper: Helper) -> None:
         """Start a process beside the workers."""
+
+
+def start_servers(workers: Workers, function: str, num_servers: int, **role: Any) -> None:
+    """Start parameter servers beside the workers; each is told its role, and which `server` it is."""
+    for server in range(num_servers):
+        workers.start_helper(Helper(function, f"server {server}", {**role, "server": server}))
 
 
 OpenWorkers = Callable[[WorkerSettings], contextlib.AbstractContextManager[Workers]]
@@ -653,6 +650,13 @@ def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of a helper does."""
     end_with_parent()
     _function(arguments["function"])(arguments, parent)
+
+
+def server_place(arguments: dict[str, Any]) -> tuple[BenchPlace, dict[str, Any]]:
+    """Make this process a parameter server: its place among the helpers, and the role that it was given."""
+    place = msgspec.convert(arguments["place"], BenchPlace)
+    place.set_up_process()
+    return place, arguments["arguments"]
 
 
 def serve(parent: Parent, worker: object) -> None:

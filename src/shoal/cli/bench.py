@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 
 from shoal.bench import training_by_hand
 from shoal.bench.accuracy import AccuracyFlags, accuracy_config, fetch_data
-from shoal.bench.accuracy_tables import accuracy_items, summarize_accuracy
 from shoal.bench.collectives import (
     CollectivesFlags,
     collectives_config,
@@ -44,7 +43,6 @@ from shoal.bench.ddp import (
 )
 from shoal.bench.dht import DhtFlags, DhtRunFlags
 from shoal.bench.dht import config_of as dht_config
-from shoal.bench.dht_tables import dht_items, summarize_dht
 from shoal.bench.experts import ExpertsFlags, ensure_files, experts_items, preset_named, summarize_experts
 from shoal.bench.experts import config_of as experts_config
 from shoal.bench.frame import RunFlags
@@ -58,10 +56,13 @@ from shoal.bench.latency import (
 )
 from shoal.bench.ranks import HostFlags
 from shoal.bench.scaling import ScalingFlags, scaling_config
-from shoal.bench.scaling_tables import scaling_items, summarize_scaling
+from shoal.bench.swarm import SwarmFlags, summarize_swarm, swarm_config
+from shoal.bench.tables.accuracy import accuracy_items, summarize_accuracy
+from shoal.bench.tables.dht import dht_items, summarize_dht
+from shoal.bench.tables.scaling import scaling_items, summarize_scaling
+from shoal.bench.tables.training import summarize_training, training_items
 from shoal.bench.training import TrainingConfig, TrainingFlags, training_config
 from shoal.bench.training_by_hand import Role, by_hand_config, role_of, summarize_worker, worker_items
-from shoal.bench.training_tables import summarize_training, training_items
 from shoal.bench.transport import SHORT as SHORT_TRANSPORT
 from shoal.bench.transport import TransportConfig, TransportFlags, TransportRunFlags, summarize_transport
 from shoal.bench.virtual import VirtualConfig, VirtualRunFlags, summarize_virtual
@@ -96,6 +97,13 @@ def virtual(context: typer.Context, config: VirtualConfig, run: VirtualRunFlags)
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     Profile.load(config.profile)  # complains before anything is started
     run_and_tell(context, "virtual", config, run, summarize_virtual)
+
+
+@app.command()
+@with_flags()
+def swarm(context: typer.Context, flags: SwarmFlags, run: RunFlags) -> None:
+    """Rounds of a swarm of processes, clean and with a peer killed or stopped, beside the transport alone."""
+    run_and_tell(context, "swarm", swarm_config(flags, run), run, summarize_swarm)
 
 
 _LATEST = {"true": "--latest", "false": "--no-latest"}
@@ -139,7 +147,7 @@ def experts(context: typer.Context, flags: ExpertsFlags, run: RunFlags) -> None:
     """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
     should_raise = flags.increase_file_limit or preset_named(flags.preset).should_raise_file_limit
     config = experts_config(flags.preset, msgspec.structs.asdict(flags))
-    _tell(ensure_files(config, should_raise=should_raise))
+    _tell(ensure_files(config.num_files, should_raise=should_raise))
     run_and_tell(context, "experts", config, run, summarize_experts, experts_items)
 
 
@@ -210,7 +218,7 @@ def ddp(context: typer.Context, flags: DdpFlags, hosts: HostFlags, run: DdpRunFl
 def scaling(context: typer.Context, flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> None:
     """Images a second from one worker to many, under each strategy: how near to linear it stays."""
     if flags.predict_published:
-        from shoal.bench.published import published_items, published_result
+        from shoal.bench.forecast.published import published_items, published_result
 
         show(published_items(), sys.stdout)
         tell_result(published_result(), sys.stdout)

@@ -93,14 +93,11 @@ def run_and_tell(
             emit(encoded.decode().rstrip(), sys.stdout)
         else:
             emit(f"JSON: {write_atomically(run.json_file, encoded)}", out)
-    tell_result({**latest.result, **_took(latest), "report": str(path)}, out)
+    # what a simulation took: all else in its report is equal from run to run
+    took = {name: value for name, value in latest.environment.items() if name == "wall_s"}
+    tell_result({**latest.result, **took, "report": str(path)}, out)
     if latest.failed:
         raise typer.Exit(1)
-
-
-def _took(report: Report) -> dict[str, Any]:
-    """What a simulation took, which its report keeps apart: all else in it is equal from run to run."""
-    return {name: value for name, value in report.environment.items() if name == "wall_s"}
 
 
 def _join(stack: contextlib.ExitStack, run: RunFlags) -> Ranks:

@@ -34,7 +34,7 @@ def compare(context: typer.Context, flags: CompareFlags, run: CompareRunFlags) -
     each has the same budget to choose its learning rate.
     """
     from shoal.bench.compare import check_contest
-    from shoal.bench.compare_tables import compare_items, latex_of, summarize_compare
+    from shoal.bench.tables.compare import compare_items, latex_of, summarize_compare
 
     config = contest_of(flags, run.seed, is_short=run.short)
     slow = check_contest(config)

@@ -23,13 +23,13 @@ from shoal.cli.members import (
     member_of,
     where_to_listen,
 )
-from shoal.cli.output import counted, ends_by_signal, live_line, say
+from shoal.cli.output import ends_by_signal, live_line, say, say_listening
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.report.tables import tell_result
-from shoal.report.units import scale_for
+from shoal.report.units import counted, scale_for
 
 if TYPE_CHECKING:
     from shoal.dht.blocking import Swarm
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DhtCounters(msgspec.Struct, frozen=True):
-    """How a peer is."""
+    """What a peer knows, holds and did until now."""
 
     up_s: float
     num_peers: int
@@ -45,10 +45,10 @@ class DhtCounters(msgspec.Struct, frozen=True):
     record_bytes: int
     num_cached: int
     num_requests: int
-    """Asked and answered."""
+    """Requests that it sent and answered."""
 
     def line(self, before: DhtCounters) -> str:
-        """In words; the rate is that since `before`."""
+        """Say it in words; the rate is that since `before`."""
         took_s = self.up_s - before.up_s
         rate = (self.num_requests - before.num_requests) / took_s if took_s > 0 else 0.0
         size = scale_for("B", self.record_bytes).format(self.record_bytes)
@@ -135,8 +135,7 @@ def _introduce(peer: DHT, *, is_new: bool) -> None:
 
     address, num_known = peer.endpoint.addresses[0], len(peer.table)
     has_secret = peer.endpoint.membership is not None
-    protected = "with a swarm secret" if has_secret else "without a secret"
-    say(f"Listening on {address}, TCP and UDP, as peer {peer.peer_id}, {protected}.")
+    say_listening(address, peer.peer_id, has_secret=has_secret)
     if is_new:
         say("Another peer on this machine has this user's identity: this id is for this run only.")
     say(f"Joined a swarm: {counted(num_known, 'peer')} known." if num_known else "Nobody else is here yet.")

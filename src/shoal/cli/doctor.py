@@ -15,7 +15,7 @@ import typer
 from shoal import __version__
 from shoal.cli.flags import typed_flags, with_flags
 from shoal.cli.members import Insecure, Lists, SecretFile, member_of
-from shoal.cli.output import JsonFile, say, text_stream, write_json
+from shoal.cli.output import JsonFile, say, say_listening, text_stream, write_json
 from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
@@ -145,8 +145,7 @@ def _serve(address: Address, member: Member) -> None:
     num_lines = 0
 
     def on_ready(listens: Address) -> None:
-        protected = "with a swarm secret" if member.membership else "without a secret"
-        say(f"Listening on {listens}, TCP and UDP, as peer {member.peer_id}, {protected}.")
+        say_listening(listens, member.peer_id, has_secret=member.membership is not None)
         where = f"THIS-MACHINE:{listens.port}" if is_wildcard(listens.host) else str(listens)
         secret = " --secret-file FILE" if member.membership else ""
         say(f"From the other side: shoal doctor --join {where}{secret}")

@@ -56,7 +56,7 @@ def member_of(
 
 
 def where_to_listen(starts: list[Address], *, is_open: bool) -> Address:
-    """On all addresses, or on this machine's own for itself; of the kind that the swarm is joined by."""
+    """Listen on all addresses, or on this machine's own alone, of the kind that the swarm is joined by."""
     is_v6 = bool(starts) and ":" in starts[0].host
     if is_open:
         return Address("::" if is_v6 else "0.0.0.0", 0)

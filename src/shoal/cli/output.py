@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO
 
 import msgspec
 
+from shoal.core.ids import Address, PeerId
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.report.storage import write_atomically
@@ -29,7 +30,7 @@ def say(line: str) -> None:
 
 
 def text_stream(json_file: Path | None) -> TextIO:
-    """Where text for people goes: not to stdout when JSON stands there alone."""
+    """Choose where text for people goes: not to stdout when JSON stands there alone."""
     return sys.stderr if str(json_file) == "-" else sys.stdout
 
 
@@ -44,11 +45,6 @@ def write_encoded(encoded: bytes, json_file: Path | None) -> None:
         emit(encoded.decode().rstrip(), sys.stdout)
     elif json_file is not None:
         emit(f"Wrote {write_atomically(json_file, encoded)}", sys.stdout)
-
-
-def counted(count: int, noun: str) -> str:
-    """'1 peer', '1,234 peers'."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 # --- verbs that run until they are told to end ---
@@ -82,6 +78,12 @@ def live_line() -> Iterator[tuple[Callable[[str], None], float]]:
             lambda text: line.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True),
             _EVERY_S,
         )
+
+
+def say_listening(address: Address, peer_id: PeerId | None, *, has_secret: bool) -> None:
+    """Print where a peer listens, and who it is."""
+    protected = "with a swarm secret" if has_secret else "without a secret"
+    say(f"Listening on {address}, TCP and UDP, as peer {peer_id}, {protected}.")
 
 
 @contextlib.contextmanager

@@ -10,23 +10,13 @@ import functools
 import logging
 import os
 import sys
-from typing import Annotated, Any, ClassVar
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from shoal._version import __version__
-from shoal.cli.compare import compare
-from shoal.cli.dht import dht
-from shoal.cli.diff import diff
-from shoal.cli.doctor import doctor
-from shoal.cli.keys import app as keys_app
-from shoal.cli.report import report
-from shoal.cli.run import run as run_program
-from shoal.cli.run import scale
-from shoal.cli.serve import serve
-from shoal.cli.status import status
-from shoal.cli.top import top
 from shoal.core.errors import ReportError, ShoalError, UsageError
 from shoal.core.untrusted import visible
 from shoal.report.tables import emit
@@ -58,17 +48,50 @@ class Verbs(TyperGroup):
         others = tuple(name for name in self.list_commands(ctx) if name not in grouped)
         width = max(map(len, (*grouped, *others)), default=0)
         for heading, names in {**self.groups, "Commands": others}.items():
-            found = {name: self.get_command(ctx, name) for name in names}
-            rows = [
-                (f"{name:{width}}", each.get_short_help_str(_WHOLE)) for name, each in found.items() if each
-            ]
+            rows = [(f"{name:{width}}", self.short_help_of(ctx, name)) for name in names]
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
+    def short_help_of(self, ctx: Any, name: str) -> str:
+        """Return the line that help has of a command."""
+        command: Any = self.get_command(ctx, name)
+        return str(command.get_short_help_str(_WHOLE))
+
+
+class Verb(NamedTuple):
+    """Where a verb stands, and the line that `shoal --help` has of it."""
+
+    place: str
+    """As `module:name` in this room."""
+    short_help: str
+    settings: dict[str, Any] | None = None
+
+
+_RUN = {
+    # what follows PROGRAM is the program's own, options and all
+    "context_settings": {**CONTEXT, "allow_interspersed_args": False},
+    "epilog": "Exit codes: 0 done, 2 wrong usage, 124 after --timeout, 128 + N after signal N, otherwise the "
+    "code of the worker that failed.",
+}
+VERBS = {
+    "compare": Verb("compare:compare", "Compare strategies at one task in one simulated world."),
+    "diff": Verb("diff:diff", "Compare two reports row by row; negative is worse."),
+    "report": Verb("report:report", "Write reports as one HTML page."),
+    "doctor": Verb("doctor:doctor", "Check this machine, its network, and the way to a swarm."),
+    "dht": Verb("dht:dht", "Be a peer of a swarm's DHT, until Ctrl-C."),
+    "serve": Verb("serve:serve", "Serve experts to other peers, until Ctrl-C."),
+    "status": Verb("status:status", "Show who is in a swarm, and what each peer holds."),
+    "scale": Verb("run:scale", "Change the number of workers of a run under way."),
+    "top": Verb("top:top", "Watch a run: its workers' steps, speeds and waits."),
+    "run": Verb("run:run", "Run a program in several workers, here or on other machines.", _RUN),
+    "bench": Verb("bench:app", "Run a benchmark and save its report."),
+    "keys": Verb("keys:app", "Show or make identities and secrets."),
+}
+
 
 class ShoalVerbs(Verbs):
-    """The verbs of `shoal`, by what they are for."""
+    """The verbs of `shoal`, by what they are for; each is imported when it is asked for."""
 
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "scale"),
@@ -77,26 +100,42 @@ class ShoalVerbs(Verbs):
         "Look": ("top", "diff", "report"),
     }
 
-
-class Benchmarks(Verbs):
-    """The commands of `shoal bench`, which are imported when one of them is asked for."""
-
     @property
     def commands(self) -> Any:
-        """All of them, by name."""
-        return _benchmarks()
+        """All of them, by name, which imports them."""
+        return {name: _command_of(name) for name in VERBS}
 
     @commands.setter
     def commands(self, _: Any) -> None:
         """Ignore those that typer knows of, which are none."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Make the command of a verb; None where there is none of that name."""
+        return _command_of(cmd_name) if cmd_name in VERBS else None
+
+    def short_help_of(self, ctx: Any, name: str) -> str:
+        """Return the line that help has of a verb, without importing it."""
+        return VERBS[name].short_help
+
 
 @functools.cache
-def _benchmarks() -> Any:
-    from shoal.cli.bench import app as bench_app
-
-    command: Any = typer.main.get_command(bench_app)
-    return command.commands
+def _command_of(name: str) -> Any:
+    """Import a verb, and make its command; that takes longer than many of them do."""
+    verb = VERBS[name]
+    module, _, attribute = verb.place.partition(":")
+    found = getattr(import_module(f"shoal.cli.{module}"), attribute)
+    settings = {"short_help": verb.short_help, "context_settings": CONTEXT, **(verb.settings or {})}
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name, cls=Verbs, **settings)
+        group: Any = typer.main.get_command(alone)
+        return group.commands[name]
+    alone.command(name, **settings)(found)
+    return typer.main.get_command(alone)
 
 
 app = typer.Typer(
@@ -109,49 +148,6 @@ app = typer.Typer(
     context_settings=CONTEXT,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-)
-
-
-def _add(verb: Any, short_help: str, **more: Any) -> None:
-    """Add a verb with the line that `shoal --help` has of it."""
-    app.command(short_help=short_help, **{"context_settings": CONTEXT, **more})(verb)
-
-
-_add(compare, "Compare strategies at one task in one simulated world.")
-_add(diff, "Compare two reports row by row; negative is worse.")
-_add(report, "Write reports as one HTML page.")
-_add(doctor, "Check this machine, its network, and the way to a swarm.")
-_add(dht, "Be a peer of a swarm's DHT, until Ctrl-C.")
-_add(serve, "Serve experts to other peers, until Ctrl-C.")
-_add(status, "Show who is in a swarm, and what each peer holds.")
-_add(scale, "Change the number of workers of a run under way.")
-_add(top, "Watch a run: its workers' steps, speeds and waits.")
-_add(
-    run_program,
-    "Run a program in several workers, here or on other machines.",
-    name="run",
-    # what follows PROGRAM is the program's own, options and all
-    context_settings={**CONTEXT, "allow_interspersed_args": False},
-    epilog="Exit codes: 0 done, 2 wrong usage, 124 after --timeout, 128 + N after signal N, otherwise the "
-    "code of the worker that failed.",
-)
-app.add_typer(
-    typer.Typer(
-        cls=Benchmarks,
-        help="Measure; every benchmark saves a report.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    ),
-    name="bench",
-    short_help="Run a benchmark and save its report.",
-    context_settings=CONTEXT,
-)
-app.add_typer(
-    keys_app,
-    name="keys",
-    cls=Verbs,
-    short_help="Show or make identities and secrets.",
-    context_settings=CONTEXT,
 )
 
 

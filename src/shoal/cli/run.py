@@ -35,6 +35,7 @@ from shoal.core.run_options import (
     flag,
 )
 from shoal.report.tables import emit
+from shoal.report.units import counted
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
 
@@ -347,7 +348,7 @@ def run(
         env=env,
     )
     if machines is None and engine != "ray" and num_workers > (num_here := num_cores()):
-        emit(f"shoal run: {num_workers} workers share {num_here} core{'s' * (num_here != 1)}.", sys.stderr)
+        emit(f"shoal run: {num_workers} workers share {counted(num_here, 'core')}.", sys.stderr)
     output = Terminal(has_prefix=not no_prefix)
     if engine == "ray":
         from shoal.launch.ray_engine import run_on_ray

@@ -19,13 +19,13 @@ import typer
 
 from shoal.cli.flags import parameter_of, with_parameters
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
-from shoal.cli.output import counted, ends_by_signal, live_line, say
+from shoal.cli.output import ends_by_signal, live_line, say, say_listening
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
 from shoal.core.run_options import Flag, OptionInfo
 from shoal.experts.config import options
 from shoal.report.tables import tell_result
-from shoal.report.units import scale_for
+from shoal.report.units import counted, scale_for
 
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
@@ -124,8 +124,7 @@ def _with_address(config: HostingConfig, *, is_open: bool) -> HostingConfig:
 
 def _introduce(hosting: Hosting, startup_s: float) -> None:
     config, uids = hosting.config, hosting.uids
-    protected = "with a swarm secret" if hosting.endpoint.membership is not None else "without a secret"
-    say(f"Listening on {hosting.address}, TCP and UDP, as peer {hosting.peer_id}, {protected}.")
+    say_listening(hosting.address, hosting.peer_id, has_secret=hosting.endpoint.membership is not None)
     if hosting.dht is not None:
         say(f"Joined a swarm: {counted(len(hosting.dht.table), 'peer')} known.")
     sizes = [sum(one.numel() for one in each.module.parameters()) for each in hosting.server.experts.values()]

@@ -16,13 +16,13 @@ import typer
 from shoal import __version__
 from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
-from shoal.cli.output import JsonFile, counted, text_stream, write_json
+from shoal.cli.output import JsonFile, text_stream, write_json
 from shoal.cli.top_view import Shot, View, swarm_metrics
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.report.statistics import percentiles
 from shoal.report.tables import WIDTH, Column, Table, show, tell_result, wrap
-from shoal.report.units import scale_for
+from shoal.report.units import counted, scale_for
 
 if TYPE_CHECKING:
     from shoal.dht.blocking import Swarm
@@ -136,7 +136,7 @@ def peers_notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
 
 
 def peers_document(seen: Crawl) -> dict[str, object]:
-    """All peers, for machines."""
+    """Describe all peers for programs."""
     return {
         "peers": [
             {

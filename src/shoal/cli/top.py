@@ -23,7 +23,7 @@ import typer
 from shoal import __version__
 from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
-from shoal.cli.output import JsonFile, counted, ends_by_signal, say, text_stream, write_json
+from shoal.cli.output import JsonFile, ends_by_signal, say, text_stream, write_json
 from shoal.cli.top_view import Shot, ShotSource, View, job_metrics
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError
 from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
@@ -32,7 +32,7 @@ from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result, wrap
-from shoal.report.units import digits, percent, scale_for
+from shoal.report.units import counted, digits, percent, scale_for
 
 
 @with_flags()
@@ -213,14 +213,14 @@ class RunningJob:
 
     run: str
     workers: tuple[Sighting, ...]
-    """Servers too."""
+    """All that were seen, servers among them."""
     up_s: float
     changes: tuple[str, ...] = ()
     """Who has joined and left an elastic run while it was watched, the last ones."""
 
     @property
     def generation(self) -> int:
-        """Of an elastic run, the newest group that a worker is in; 0 for other runs."""
+        """The newest group that a worker of an elastic run is in; 0 for other runs."""
         return max(one.note.generation for one in self.workers)
 
     @property
@@ -240,9 +240,8 @@ class RunningJob:
         return list({one.note.rank: one for one in reversed(there)}.values())[::-1]
 
     def mean(self, name: str) -> float | None:
-        """Over workers that have logged it."""
-        known = [one.note.values[name] for one in self.live if name in one.note.values]
-        return sum(known) / len(known) if known else None
+        """Average a value over the workers that have logged it."""
+        return _mean(one.note.values.get(name) for one in self.live)
 
     def result(self) -> dict[str, Any]:
         """The numbers of the job, for the RESULT line."""

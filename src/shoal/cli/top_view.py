@@ -41,7 +41,7 @@ class View:
     """Numbers whose course the page draws, by name."""
 
     def items(self) -> list[Table | Line | str]:
-        """As the terminal shows it."""
+        """Return what the terminal shows of it."""
         shown = [(self.title, "bold"), (self.subtitle, "dim")] if self.title else []
         figures = " · ".join(f"{label} {value}" for label, value in self.figures)
         tables = [] if self.table is None else [self.table]
@@ -56,9 +56,9 @@ class Shot:
     """For the page: each by itself."""
     terminal: View
     document: dict[str, Any]
-    """For machines."""
+    """The same for programs, as JSON."""
     metrics: str
-    """For Prometheus."""
+    """The same for Prometheus, as text."""
     result: dict[str, Any]
 
     @property
@@ -68,7 +68,7 @@ class Shot:
 
 
 class ShotSource(Protocol):
-    """Where shots come from."""
+    """Gives a new shot whenever it is asked."""
 
     def look(self) -> Shot:
         """See what there is now; may take a while."""
@@ -94,12 +94,12 @@ class MetricLines:
             self._lines += [f"shoal_{name}{_labels(labels)} {_number(value)}" for labels, value in known]
 
     def text(self) -> str:
-        """All metrics so far."""
+        """Return the text of all metrics so far."""
         return "".join(f"{line}\n" for line in self._lines)
 
 
 def look_metrics(age_s: float, *, is_failing: bool) -> str:
-    """Of `shoal top` itself."""
+    """Tell how `shoal top` itself is."""
     lines = MetricLines()
     lines.add("top_up", "gauge", "0 while shoal top cannot look.", [({}, not is_failing)])
     lines.add("top_last_look_seconds", "gauge", "Since its last look that succeeded.", [({}, age_s)])
@@ -107,7 +107,7 @@ def look_metrics(age_s: float, *, is_failing: bool) -> str:
 
 
 def job_metrics(workers: Sequence[Sighting]) -> str:
-    """Of the workers of all jobs."""
+    """Tell how the workers of all jobs are."""
     lines = MetricLines()
 
     def noted(name: str) -> list[tuple[Labels, float | None]]:
@@ -135,7 +135,7 @@ def job_metrics(workers: Sequence[Sighting]) -> str:
 
 
 def swarm_metrics(seen: Crawl) -> str:
-    """Of the peers of a swarm."""
+    """Tell how the peers of a swarm are."""
     lines = MetricLines()
 
     def told(name: str) -> list[tuple[Labels, float | None]]:

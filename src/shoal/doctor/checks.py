@@ -16,7 +16,6 @@ import platform
 import re
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from shoal.core.identity import Identity, default_identity_path, state_folder
 from shoal.core.loop import SWITCH_INTERVAL_S, LoopThread, new_event_loop
 from shoal.core.placement import num_cores
 from shoal.doctor.machine import cpu_quota, gpus, installed_version, memory, processor_name, torch_build
+from shoal.report.statistics import percentile, percentiles
 from shoal.report.tables import Column, Line, Table
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ MIN_VERSIONS = {
     "uvloop": "0.21",
     "aiofastnet": "1.0",
 }
-"""What pyproject.toml asks for."""
+"""The least versions, as pyproject.toml asks for them."""
 FEW_DESCRIPTORS = 4096  # a peer that serves a few thousand others, with its files
 SMALL_BYTES = 1 << 30
 _DRIVER_ANSWER_S = 1.5  # doctor is a quick look
@@ -253,7 +253,7 @@ def check_memory() -> CheckResult:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
-    """Where workers of one machine keep the buckets that they share."""
+    """Looks at where workers of one machine keep the buckets that they share."""
     if not folder.is_dir():
         if sys.platform != "linux":
             return ok(f"There is no {folder} on this system; the temporary folder is used.")
@@ -460,7 +460,7 @@ def check_timers(num_sleeps: int = 60, sleep_s: float = 0.002) -> CheckResult:
         return late_s
 
     with LoopThread("doctor") as loop:
-        p50_s, p95_s = _p50_p95(loop.run(measure()))
+        p50_s, p95_s = percentiles(loop.run(measure()), (50, 95))
     says = f"A sleep of {sleep_s * 1e3:g} ms ends {_shown(p50_s)} late (p50), {_shown(p95_s)} (p95)."
     figures = {"p50_s": p50_s, "p95_s": p95_s}
     if p95_s > LATE_TIMER_S:
@@ -486,7 +486,7 @@ def check_switching(num_echoes: int = 40, most_s: float = 0.4) -> CheckResult:
             start_s = time.perf_counter()
             loop.run(asyncio.sleep(0))
             took_s.append(time.perf_counter() - start_s)
-        return _p50_p95(took_s)[1]
+        return percentile(took_s, 95)
 
     usual_s = sys.getswitchinterval()
     with LoopThread("doctor") as loop:
@@ -538,11 +538,6 @@ def _tick_s() -> float:
             pass
         steps_s.append(now_s - before_s)
     return min(steps_s)
-
-
-def _p50_p95(values: list[float]) -> tuple[float, float]:
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    return cuts[9], cuts[18]
 
 
 def _shown(seconds: float) -> str:

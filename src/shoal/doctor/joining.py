@@ -63,7 +63,7 @@ class CallResult(msgspec.Struct, frozen=True):
 
 
 class JoinFacts(msgspec.Struct, frozen=True):
-    """All that was seen."""
+    """All that `join` has seen."""
 
     target: Address
     listens: Address
@@ -96,7 +96,7 @@ class JoinFacts(msgspec.Struct, frozen=True):
 
 
 def any_host(like: str) -> str:
-    """All addresses of a machine, of the same kind as this one."""
+    """Name all addresses of a machine, of the same kind as this one."""
     return "::" if ":" in like else "0.0.0.0"
 
 
@@ -306,7 +306,7 @@ class ShownCertificate(msgspec.Struct, frozen=True):
     """What is of interest in a certificate."""
 
     is_of_shoal: bool
-    """Whether it is some swarm's."""
+    """Whether some swarm of Shoal's has signed it."""
     is_of_this_swarm: bool
     begins_s: float
     ends_s: float

@@ -195,6 +195,7 @@ def read(path: str) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """What does not change during a run."""
+    device, _, version = torch_build().partition(" ")
     return {
         "machine": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
@@ -206,15 +207,9 @@ def describe_machine() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: installed_version(name) or "not installed" for name in _PACKAGES},
-            **_cuda_version(),
+            **({"cuda": version} if device == "CUDA" else {}),
         },
     }
-
-
-def _cuda_version() -> dict[str, str]:
-    """That torch is built for; empty for another device."""
-    device, _, version = torch_build().partition(" ")
-    return {"cuda": version} if device == "CUDA" else {}
 
 
 class Watch:

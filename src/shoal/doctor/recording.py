@@ -57,9 +57,9 @@ class LinkMeasurement(msgspec.Struct, frozen=True):
     way: Way = "udp"
     """What small calls went over: TCP where UDP does not get through."""
     delays_ms: tuple[float, ...] = ()
-    """One way."""
+    """The delays of one way, in the order of measurement."""
     loss: float | None = None
-    """One way; unknown over TCP."""
+    """The share of datagrams lost one way; it is not known over TCP."""
     up_mbit_s: float | None = None
     down_mbit_s: float | None = None
     error: str = ""

@@ -49,7 +49,7 @@ def axes_of(curves: Sequence[Curve]) -> list[str]:
 
 
 def averaged(curve: Curve, axis: str) -> Line | None:
-    """All starts as one line; None where none has a point on that axis.
+    """Draw all starts as one line; None where none has a point on that axis.
 
     Starts of as many points are averaged point by point, on the axis too: the third evaluation of each.
     Others are read where the one with most points was taken, as far as all of them reach.
@@ -75,7 +75,7 @@ def averaged(curve: Curve, axis: str) -> Line | None:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many of `count` places, the first and the last among them."""
+    """Choose at most so many of `count` places, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return list({round(index * (count - 1) / (most - 1)): True for index in range(most)})
@@ -142,7 +142,7 @@ class Histogram:
         )
 
     def lines(self) -> list[str]:
-        """As bars of text; the one hundredth that is furthest behind is in one of them."""
+        """Draw it as bars of text; the one hundredth that is furthest behind is in one of them."""
         width = class_width(min(self.counts), self.most(0.99), MAX_TEXT_BARS)
         end = self.most(0.99) // width * width + width - 1
         near = {behind: count for behind, count in self.counts.items() if behind <= end}
@@ -185,6 +185,6 @@ def is_histogram(row: Row) -> bool:
 
 
 def histogram_of(rows: Sequence[Row]) -> Histogram:
-    """Of rows that differ in how far behind they are; all starts together."""
+    """Make a histogram of rows that differ in how far behind they are, of all starts together."""
     counts = {int(row.key[BEHIND]): sum(row.samples) for row in rows}
     return Histogram({behind: counts[behind] for behind in sorted(counts)})

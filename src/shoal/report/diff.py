@@ -125,7 +125,7 @@ def judge(
     """
     tests = [
         _t_test(start_medians(old), start_medians(new), are_pairs=took_turns)
-        if _can_judge(old, new)
+        if min(len(old.starts), len(new.starts)) >= MIN_STARTS
         else None
         for old, new in pairs
     ]
@@ -189,10 +189,6 @@ def starts_needed(
     return max(MIN_STARTS, math.ceil(min(count, MAX_STARTS)))
 
 
-def _can_judge(old: Row, new: Row) -> bool:
-    return min(len(old.starts), len(new.starts)) >= MIN_STARTS
-
-
 def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgement:
     if old.error is not None and new.error is not None:
         return Judgement(RowVerdict.FAILED_BOTH)
@@ -230,18 +226,14 @@ def _t_test(baseline: list[float], test: list[float], *, are_pairs: bool) -> _Te
     base = mean_of(old)
     difference = mean_of(new) - base
     if are_pairs and len(old) == len(new):
-        error, freedom = _paired_error([after - before for before, after in zip(old, new, strict=True)])
+        differences = [after - before for before, after in zip(old, new, strict=True)]
+        error, freedom = math.sqrt(variance_of(differences) / len(differences)), len(differences) - 1.0
     else:
         error, freedom = _welch_error(old, new)
     if error == 0:
         return _Test(difference, 0.0, 1.0, 1.0 if difference == 0 else 0.0, is_log, base)
     p_value = 2 * t_survival(abs(difference) / error, freedom)
     return _Test(difference, error, freedom, p_value, is_log, base)
-
-
-def _paired_error(differences: list[float]) -> tuple[float, float]:
-    """Of the mean difference: its error, and degrees of freedom."""
-    return math.sqrt(variance_of(differences) / len(differences)), len(differences) - 1
 
 
 def _welch_error(old: list[float], new: list[float]) -> tuple[float, float]:
@@ -602,16 +594,14 @@ def check_gate(diff: Diff, limit_percent: float) -> Gate:
 
 def _is_past(row: RowDiff, limit_percent: float) -> bool:
     change = row.judgement.change_percent
-    if change is None:  # from a zero baseline: any loss is past any limit
-        return row.verdict is RowVerdict.WORSE or _lost(row)
-    return change < -limit_percent
+    if change is not None:
+        return change < -limit_percent
+    # from a zero baseline: any loss is past any limit
+    median = row.changes[0]
+    has_lost = (median.test < median.baseline) == (row.test.direction == "higher")
+    return has_lost or row.verdict is RowVerdict.WORSE
 
 
 def _by(row: RowDiff) -> str:
     change = row.judgement.change_percent
     return "" if change is None else f" by {-change:.1f}%"
-
-
-def _lost(row: RowDiff) -> bool:
-    median = row.changes[0]
-    return (median.test < median.baseline) == (row.test.direction == "higher")

@@ -48,7 +48,7 @@ from shoal.report.plots import (
     titled,
     wait_plots,
 )
-from shoal.report.schema import Identity, Report, Row, Scalar, flatten, label_of, text
+from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_number, label_of, text
 from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
@@ -59,7 +59,7 @@ from shoal.report.statistics import (
     summarize,
 )
 from shoal.report.storage import write_atomically
-from shoal.report.units import Scale, percent, scale_for
+from shoal.report.units import Scale, counted, percent, scale_for
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
 from shoal.report.words import BenchmarkWords, benchmark_words, metric_words, sentence_case
 
@@ -178,7 +178,7 @@ def _filled(parts: Sequence[PagePart]) -> Iterator[tuple[int, PagePart, list[tup
 
 
 def contents(parts: Sequence[PagePart]) -> str:
-    """Where everything is on the page; '' for a short one."""
+    """Say where everything is on the page; '' for a short one."""
     lines = []
     count = 0
     for number, part, found in _filled(parts):
@@ -192,7 +192,7 @@ def contents(parts: Sequence[PagePart]) -> str:
 
 
 def body(parts: Sequence[PagePart]) -> str:
-    """All sections, in order."""
+    """Write all sections, in order."""
     written = []
     for number, part, found in _filled(parts):
         level = 3 if part.words else 2
@@ -292,7 +292,7 @@ class Section:
 
 
 def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
-    """All sections of the reports of one benchmark."""
+    """Make all sections of the reports of one benchmark."""
     colours: Colours = {}
     glance = "" if is_diff else glance_tables(shown)
     over, lines_are = curves_title(shown)
@@ -315,8 +315,8 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)
         if is_shown or len(group.rows) > MAX_OPEN_ROWS:
-            num_rows = f"{len(group.rows)} row{'s' if len(group.rows) > 1 else ''}"
-            title = " · ".join(part for part in (section.name, section.about, num_rows) if part)
+            about = (section.name, section.about, counted(len(group.rows), "row"))
+            title = " · ".join(part for part in about if part)
             folds.append(folded(title, section.content))
         else:
             found.append(section)
@@ -332,22 +332,17 @@ def how_it_ran(shown: Sequence[Shown]) -> Section:
     results = [
         {name: value for name, value in item.report.result.items() if name != "headline"} for item in shown
     ]
-    tables = (
-        (
-            "Configuration",
-            settings_table("config", configs, shown),
-            any(each != configs[0] for each in configs),
-        ),
-        ("Result", settings_table("result", results, shown), False),
-    )
-    folds = [folded(name, content, is_open=is_open) for name, content, is_open in tables if content]
-    return Section("How it ran", commands(shown) + "".join(folds))
+    content = commands(shown)
+    if config := settings_table("config", configs, shown):
+        content += folded("Configuration", config, is_open=any(each != configs[0] for each in configs))
+    if result := settings_table("result", results, shown):
+        content += folded("Result", result)
+    return Section("How it ran", content)
 
 
 def environments(shown: Sequence[Shown]) -> Section:
     """Shows on which machines everything ran."""
-    places = [item.report.environment for item in shown]
-    content = settings_table("environment", places, shown)
+    content = settings_table("environment", [item.report.environment for item in shown], shown)
     return Section("Environment", folded("Machine and versions", content) if content else "")
 
 
@@ -393,8 +388,9 @@ def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
     if len(shown) > 1:
         bars = figures.place("bars", set=number, rows=[bars_data(line) for _, line in lines], **names)
         parts.append(titled("percentiles", bars))
-        views = [percentile_view(line) for _, line in lines if _is_timed(line)]
-        if len(views) == len(lines):
+        rows = [row for _, line in lines for row in line if row is not None]
+        if all(row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES) for row in rows):
+            views = [percentile_view(line) for _, line in lines]
             together = {"y": views[0]["y"], "views": [view["views"][0] for view in views]}
             parts.append(titled("share of samples", figures.place("lines", set=number, **together)))
     spread = figures.place("spread", set=number, rows=[spread_data(line) for _, line in lines], **names)
@@ -404,13 +400,6 @@ def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
         + titled("samples by process start", spread)
     )
     return folded("One row closer", content, is_open=len(shown) > 1)
-
-
-def _is_timed(line: Sequence[Row | None]) -> bool:
-    return all(
-        row is None or (row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES))
-        for row in line
-    )
 
 
 def _names(shown: Sequence[Shown]) -> dict[str, list[object]]:
@@ -457,8 +446,7 @@ def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
 def _key_columns(rows: Sequence[Row]) -> list[str]:
     """Names of the key entries that tell the rows apart, in the order of the benchmark."""
     shared = shared_key(rows)
-    names = {name: True for row in rows for name in row.key if name not in shared}
-    return list(names)
+    return list(dict.fromkeys(name for row in rows for name in row.key if name not in shared))
 
 
 def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
@@ -467,11 +455,9 @@ def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
     cells = []
     for name in names:
         value: Scalar | None = row.key.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        shown = "–" if value is None else f"{value:,}" if is_number else text(value)
-        cells.append(
-            f'<th scope="row"{rows} class="key{" number" if is_number else ""}">{escape(shown)}</th>'
-        )
+        kind, shown = ("key number", f"{value:,}") if is_number(value) else ("key", text(value))
+        shown = "–" if value is None else shown
+        cells.append(f'<th scope="row"{rows} class="{kind}">{escape(shown)}</th>')
     return "".join(cells)
 
 
@@ -479,9 +465,8 @@ def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Headings of those entries, numbers to the right."""
     heads = []
     for name in names:
-        values = [row.key.get(name) for row in rows]
-        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        heads.append(f'<th class="key{" number" if is_number else ""}">{escape(name)}</th>')
+        are_numbers = all(is_number(row.key.get(name)) for row in rows)
+        heads.append(f'<th class="key{" number" if are_numbers else ""}">{escape(name)}</th>')
     return heads
 
 
@@ -497,7 +482,12 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         *(f'<th class="number">{name}</th>' for name in figures),
     ]
     body = []
-    zeros = [line for line in group.rows if has_metrics and _is_zero(line)]
+    # of which nothing happened: a count or a sum of zero in all reports
+    zeros = [
+        line
+        for line in group.rows
+        if has_metrics and all(row is None or (row.starts and not any(row.samples)) for row in line)
+    ]
     for line in group.rows:
         if line in zeros:
             continue
@@ -515,11 +505,6 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         dict.fromkeys(_metric_name(row.metric) for line in zeros for row in line if row is not None)
     )
     return html_table(head, body, "statistics") + (f'<p class="how">Zero: {told}.</p>' if told else "")
-
-
-def _is_zero(line: Sequence[Row | None]) -> bool:
-    """Whether nothing happened: a count or a sum of zero in all reports."""
-    return all(row is None or (row.starts and not any(row.samples)) for row in line)
 
 
 def _figure_cells(row: Row, count: int) -> str:
@@ -643,7 +628,14 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
     best = best_cells(rows, [item.report.benchmark for item in shown])
-    scales = {metric: _scale(metric, [row for _, row in rows]) for metric in metrics}
+    scales = {}
+    for metric in metrics:
+        medians = [
+            abs(percentile(row.samples, 50))
+            for _, row in rows
+            if row.starts and (row.metric, row.unit, row.direction) == metric
+        ]
+        scales[metric] = scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
     heads = [
         *key_heads(firsts, names),
         *(["<th>report</th>"] if len(shown) > 1 else []),
@@ -681,7 +673,8 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
         contender = _contender(row, rows)
-        if contender is not None and row.starts and not _is_ceiling(row):
+        is_ceiling = any(row.key.get(name) == CEILING for name in CONTENDERS)
+        if contender is not None and row.starts and not is_ceiling:
             setting = tuple(entry for entry in row.identity[1] if entry[0] not in contender)
             rivals = contests.setdefault((index, row.metric, setting), {})
             rivals[str(len(rivals))] = (index, row)
@@ -700,11 +693,6 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     return best
 
 
-def _is_ceiling(row: Row) -> bool:
-    """Whether it is of workers that share nothing, and so outside of the contest."""
-    return any(row.key.get(name) == CEILING for name in CONTENDERS)
-
-
 def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | None:
     """The entries of its key by which it competes: known names, or the one that differs, if it is text."""
     known = tuple(name for name in CONTENDERS if name in row.key)
@@ -714,15 +702,6 @@ def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | N
     if len(names) == 1 and all(isinstance(other.key.get(names[0]), str) for _, other in rows):
         return tuple(names)
     return None
-
-
-def _scale(metric: tuple[str, str, str], rows: Sequence[Row]) -> Scale:
-    medians = [
-        abs(percentile(row.samples, 50))
-        for row in rows
-        if row.starts and (row.metric, row.unit, row.direction) == metric
-    ]
-    return scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
 
 
 def _head(metric: tuple[str, str, str], scale: Scale) -> str:
@@ -796,13 +775,12 @@ def reports_table(shown: Sequence[Shown]) -> str:
 
 
 def _machine(environment: dict[str, Any]) -> str:
-    machine, cores, device = (environment.get(name) for name in ("machine", "cores", "device"))
-    parts = [
-        text(machine) if machine else "",
-        f"{cores} cores" if cores else "",
-        text(device) if device else "",
-    ]
-    return ", ".join(part for part in parts if part) or "–"
+    parts = {
+        name: text(environment[name]) for name in ("machine", "cores", "device") if environment.get(name)
+    }
+    if "cores" in parts:
+        parts["cores"] += " cores"
+    return ", ".join(parts.values()) or "–"
 
 
 def settings_table(name: str, values: Sequence[dict[str, Any]], shown: Sequence[Shown]) -> str:

@@ -22,7 +22,7 @@ from shoal.report.curves import (
     is_histogram,
 )
 from shoal.report.diff import Diff
-from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
+from shoal.report.schema import Curve, Report, Row, Scalar, is_number, label_of, text
 from shoal.report.statistics import PERCENTILES, mean_of, percentile, percentiles, start_medians
 from shoal.report.units import Scale, scale_for
 from shoal.report.views import Group, shared_key, short_label, verdict_text
@@ -131,7 +131,7 @@ class Contest:
         self._names = [name for name in names if name not in self._shared] or names
 
     def contender(self, key: dict[str, Scalar]) -> str:
-        """As short as the others allow; '' where there is one alone."""
+        """Name the contender as shortly as the others allow; '' where there is one alone."""
         if self._names:
             return " ".join(text(key[name]) for name in self._names if name in key)
         return _label(key, (*self._aside, *self._shared))
@@ -228,22 +228,22 @@ def overview_data(group: ReportGroup) -> dict[str, Any]:
     positive = [median for median in medians if median > 0]
     is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
     scale = scale_for(group.unit, percentile(medians, 50) if medians else 1.0)
+
+    def quantiles(row: Row | None) -> dict[str, Any] | None:
+        if row is None or not row.starts:
+            return None
+        values = [value / scale.factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
+        return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
+
     rows = [
         {
             "label": group.label(index),
-            "series": [
-                _quantiles(row, scale.factor) if row is not None and row.starts else None for row in line
-            ],
+            "series": [quantiles(row) for row in line],
             "failed": [row.error if row is not None else None for row in line],
         }
         for index, line in enumerate(group.rows)
     ]
     return {"unit": scale.unit, "isLog": is_log, "rows": rows}
-
-
-def _quantiles(row: Row, factor: float) -> dict[str, Any]:
-    values = [value / factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
-    return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
 
 
 def bars_data(line: Sequence[Row | None]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class Chart:
         )
 
     def data(self, number: int) -> dict[str, Any]:
-        """For the page; `number` is the set's."""
+        """Return what the page draws; `number` is the set's."""
         values = [y for lines in self.lines for line in lines for y in line["y"]]
         scale = scale_for(self.unit, percentile([abs(value) for value in values], 50) if values else 1.0)
         is_log, has_zeros = _wants_log(values)
@@ -366,17 +366,16 @@ class Chart:
         # those who send much and those who send little are both to be seen
         is_log = axis == "bytes" and bool(ends) and max(ends) > LOG_RATIO / 2 * min(ends)
         named = f"{title}{f' ({along.unit})' if along.unit and along.unit != unit else ''}"
-        shown = [_scaled(line, along.factor, scale.factor) for line in lines]
+        factors = {"x": along.factor, **dict.fromkeys(("y", "low", "high"), scale.factor)}
+        shown = [
+            {
+                name: [number / factors[name] for number in value] if name in factors else value
+                for name, value in line.items()
+            }
+            for line in lines
+        ]
         x = {"title": named, "unit": along.unit, "isLog": is_log, "isDoubling": axis == WORKERS}
         return {"x": x, "lines": shown}
-
-
-def _scaled(line: dict[str, Any], x: float, y: float) -> dict[str, Any]:
-    factors = {"x": x, "y": y, "low": y, "high": y}
-    return {
-        name: [number / factors[name] for number in value] if name in factors else value
-        for name, value in line.items()
-    }
 
 
 def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
@@ -457,8 +456,7 @@ def scaling_groups(shown: Sequence[Shown]) -> list[Group]:
 
 def _is_scaling(row: Row) -> bool:
     value = row.key.get(WORKERS)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    return is_number and bool(row.starts) and "rank" not in row.key
+    return is_number(value) and float(value or 0) > 0 and bool(row.starts) and "rank" not in row.key
 
 
 def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
@@ -614,7 +612,7 @@ def percentile_view(rows: Sequence[Row | None]) -> dict[str, Any]:
 # --- staleness ---
 
 MAX_BARS = 60
-"""Of a plot."""
+"""The most bars that a plot has; more are put into classes."""
 
 
 def histogram_plots(shown: Sequence[Shown], figures: PageFigures, colours: dict[str, int]) -> str:

@@ -34,13 +34,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     metric: str
     """What the samples are: "calls_per_s", "sec_per_iter", "latency"."""
     unit: str
-    """Of every sample: "s", "1/s", "GB/s", "B", "%"."""
+    """The unit of every sample: "s", "1/s", "GB/s", "B", "%"."""
     direction: Direction
-    """Which way is better."""
+    """Whether higher or lower samples are better."""
     starts: list[list[float]] = msgspec.field(default_factory=list)
     """Raw samples in the order of measurement, one list for each independent process start."""
     error: str | None = None
-    """Why there are no samples."""
+    """What prevented the samples, where there are none."""
 
     def __post_init__(self) -> None:
         if self.direction not in {"higher", "lower"}:
@@ -107,7 +107,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def samples(self) -> list[float]:
-        """All samples, pooled over starts."""
+        """The samples of all starts, pooled."""
         return [sample for start in self.starts for sample in start]
 
 
@@ -159,7 +159,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     benchmark: str
     created: str
-    """ISO 8601, UTC."""
+    """When the run began, in ISO 8601 and UTC."""
     command: list[str] = msgspec.field(default_factory=list)
     config: dict[str, Any] = msgspec.field(default_factory=dict)
     """The resolved configuration, defaults included."""
@@ -232,6 +232,11 @@ def by_reason(report: Report, metric: str) -> dict[str, int]:
 def with_failed(report: Report, result: dict[str, Any]) -> dict[str, Any]:
     """A RESULT with the number of rows that failed, where any did."""
     return {**result, "failed": len(report.failed)} if report.failed else result
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a key is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_plain(value: Scalar) -> bool:

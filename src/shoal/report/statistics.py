@@ -62,7 +62,7 @@ class Summary:
     p95: float
     start_medians: tuple[float, ...]
     noise_percent: float | None
-    """See `noise_floor`."""
+    """What `noise_floor` says of the row."""
 
     @property
     def known_percentiles(self) -> tuple[float | None, ...]:
@@ -75,7 +75,7 @@ class Summary:
 
 
 def summarize(row: Row) -> Summary | None:
-    """All figures of a row, or None for one that failed."""
+    """Compute all figures of a row; None for one that failed."""
     samples = sorted(row.samples)
     if not samples:
         return None

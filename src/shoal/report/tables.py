@@ -47,7 +47,7 @@ class Table:
     """Under the row of that index, as wide as the table."""
 
     def lines(self, width: int = WIDTH, rule: str = "-") -> list[Line]:
-        """At most `width` columns wide where the cells allow it; none of them can steer a terminal."""
+        """Lay it out, at most `width` columns wide where the cells allow it; no line can steer a terminal."""
         return self._visible()._lines(width, rule)
 
     def _visible(self) -> Table:
@@ -124,7 +124,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def lines_of(items: Sequence[Table | Line | str], width: int, rule: str) -> list[Line]:
-    """All lines of tables, each with an empty one after it, and of text; none of them steers a terminal."""
+    """Lay out tables, each with an empty line after it, and lines of text; none of them steers a terminal."""
     lines: list[Line] = []
     for item in items:
         if isinstance(item, Table):

@@ -21,11 +21,11 @@ class Scale:
     unit: str
 
     def format(self, value: float) -> str:
-        """With the unit: '97.2 µs'."""
+        """Write a value with the unit: '97.2 µs'."""
         return f"{self.number(value)} {self.unit}".rstrip()
 
     def number(self, value: float) -> str:
-        """Without the unit, three digits: '97.2'."""
+        """Write a value without the unit, in three digits: '97.2'."""
         return digits(value / self.factor)
 
 
@@ -55,7 +55,7 @@ def _largest(steps: tuple[tuple[float, str], ...], size: float, base: float) -> 
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """At least the whole part, and otherwise `significant` digits: 1,234; 97.2; 0.00123; 1.2e-07."""
+    """Write the whole part at least, and otherwise `significant` digits: 1,234; 97.2; 0.00123; 1.2e-07."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -67,8 +67,13 @@ def digits(value: float, significant: int = 3) -> str:
     return f"{value:,.{max(0, significant - 1 - exponent)}f}"
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """'1 peer', '1,234 peers'; `several` is the plural where it is not made by an s."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
 def rounded(value: float) -> float | int:
-    """For a RESULT line: whole numbers as they are, others with four digits."""
+    """Round for a RESULT line: whole numbers stay as they are, others have four digits."""
     return int(value) if value == int(value) else float(f"{value:.4g}")
 
 

@@ -11,7 +11,7 @@ from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, lead_of, mean_of, summarize
 from shoal.report.tables import Column, Line, Table
-from shoal.report.units import digits, percent, scale_for
+from shoal.report.units import counted, digits, percent, scale_for
 
 Group = tuple[str, str, str]
 Items = list[Table | Line | str]
@@ -142,7 +142,7 @@ def histogram_items(rows: Iterable[Row]) -> Items:
 
 
 def curve_items(curves: Iterable[Curve]) -> Items:
-    """Where each curve began, where it ended, and its best point; of several starts, their mean."""
+    """Say where each curve began and ended, and its best point; of several starts, their mean."""
     items: Items = []
     for group, found in groups(curves).items():
         shared = shared_key(found)
@@ -197,8 +197,7 @@ def unpaired_lines(diff: Diff) -> list[str]:
 def counts_text(diff: Diff) -> str:
     """'13 rows: 2 worse, 11 no difference found'; what did not occur is left out."""
     counts = [f"{diff.count(verdict)} {LABELS[verdict]}" for verdict in RowVerdict if diff.count(verdict)]
-    plural = "row" if len(diff.rows) == 1 else "rows"
-    return f"{len(diff.rows)} {plural}, negative is worse: {', '.join(counts)}"
+    return f"{counted(len(diff.rows), 'row')}, negative is worse: {', '.join(counts)}"
 
 
 def verdict_text(row: RowDiff) -> str:

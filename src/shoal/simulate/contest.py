@@ -176,7 +176,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_task(trial: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """For `bench.workers.run_tasks`: a plain Trial, and a plain CourseRecord of it."""
+    """Run a task of `bench.workers.run_tasks`: a plain Trial, and a plain CourseRecord of it."""
     given = msgspec.convert(trial, Trial, str_keys=True)
     if given.world.is_elastic:  # what a real run says of each change is here said of virtual ones
         logging.getLogger("shoal.strategies.elastic").setLevel(logging.ERROR)
@@ -211,11 +211,11 @@ class Ran(msgspec.Struct, frozen=True):
     """What the members of a world tell."""
 
     logs: list[WorkerLog]
-    """By rank."""
+    """What each worker tells, by rank."""
     served: dict[int, int] = {}
     """The staleness that the first server has counted of all workers' pushes."""
     broken: str = ""
-    """Why nobody could go on."""
+    """Why nobody could go on, where that was so."""
 
 
 def run_workers(task: TrainingTask, world: World) -> Ran:

@@ -93,7 +93,7 @@ def charged(model: nn.Module, costs: StepCosts, forward_share: float, payer: Pay
 Charged = Callable[[nn.Module], contextlib.AbstractContextManager[object]]
 """Makes what a step of the model costs count; entered before a strategy is attached."""
 _ONE_SIDED = ("fetch", "read")
-"""What only the receiver counts."""
+"""Operations whose bytes only the receiver counts."""
 
 
 def _nothing() -> None:
@@ -212,7 +212,7 @@ class SimulatedOutcome(Generic[T]):
     """How one worker or server has ended."""
 
     rank: int
-    """Among workers, or among servers."""
+    """Its rank among workers, or among servers."""
     role: Literal["worker", "server"]
     value: T | None
     error: ShoalError | None

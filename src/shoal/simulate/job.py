@@ -19,7 +19,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One strategy on one task with one seed; every worker does `steps` steps of its own."""
 
     task: str
-    """A name of `tasks.TASKS`."""
+    """The name of the task, one of `tasks.TASKS`."""
     strategy: str
     options: dict[str, Any] = {}
     num_workers: int
@@ -90,7 +90,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """All workers' models, at one time."""
 
     step: float
-    """Mean over the workers."""
+    """How many steps workers have done, on average."""
     at_s: float
     """Since the first step began; virtual, or real where the workers were."""
     moved_bytes: int
@@ -106,7 +106,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """From the first model to the last; all numbers are finite."""
+    """How a job went, from the first model to the last; all numbers are finite."""
 
     job: TrainingJob
     moments: list[Moment]
@@ -118,7 +118,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: dict[int, str] = {}
     """Why ranks did not do all their steps."""
     num_joined: int = 0
-    """Workers that came later."""
+    """How many workers came later."""
     error: str = ""
     """What was wrong with the whole of it (it diverged, it could not start); else empty."""
 
@@ -129,7 +129,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> Moment | None:
-        """Where the mean model was best; None without moments."""
+        """The moment at which the mean model was best; None without moments."""
         facts = facts_of(self.job.task)
         sign = 1.0 if facts.direction == "higher" else -1.0
         return max(self.moments, key=lambda moment: sign * moment.value, default=None)
@@ -146,7 +146,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_staleness(self) -> float | None:
-        """Over all rounds, one that is ahead as 0; None where nothing is counted."""
+        """The mean over all rounds, where one that is ahead counts as 0; None where nothing is counted."""
         total = sum(self.staleness.values())
         if not total:
             return None

@@ -19,7 +19,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     score: str
     """What `Score.value` is called: 'accuracy', 'distance'."""
     direction: Literal["higher", "lower"]
-    """Which scores are better."""
+    """Whether higher or lower scores are better."""
     target: float
     """Of the mean of all workers' models, by default."""
     steps: int

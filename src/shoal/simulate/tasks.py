@@ -33,13 +33,13 @@ class Score(msgspec.Struct, frozen=True):
     """How good a model is."""
 
     value: float
-    """What `TaskFacts.score` names."""
+    """The score that `TaskFacts.score` names."""
     loss: float
     """Mean, over the examples of the evaluation."""
 
 
 class TrainingTask(abc.ABC):
-    """For one job; what is loaded is shared by all workers of a process."""
+    """What one job trains; what is loaded is shared by all workers of a process."""
 
     name: ClassVar[str]
 
@@ -53,19 +53,19 @@ class TrainingTask(abc.ABC):
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """One that has learned nothing; equal for equal seeds."""
+        """Makes a model that has learned nothing; equal for equal seeds."""
 
     @abc.abstractmethod
     def batches(self, rank: int) -> Iterator[Batch]:
-        """One worker's, without end."""
+        """Yields one worker's batches, without end."""
 
     @abc.abstractmethod
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of what `model(inputs)` gave; a scalar."""
+        """Returns the loss of what `model(inputs)` gave, a scalar."""
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module) -> Score:
-        """On what nobody trains on."""
+        """Scores a model on what nobody trains on."""
 
 
 _EVALUATED_AT_ONCE = 2000
@@ -74,7 +74,7 @@ _EVALUATED_AT_ONCE = 2000
 def batches_of(
     examples: Batch, batch_size: int, seed: int, own: torch.Tensor | None = None
 ) -> Iterator[Batch]:
-    """Without end: epoch after epoch in an order of its own, whole batches alone.
+    """Yields batches without end: epoch after epoch in an order of its own, whole batches alone.
 
     `own` are the indices of those to draw from; all of them without. Who has fewer examples than a batch
     takes all of them each time.
@@ -133,12 +133,12 @@ class _Classified(TrainingTask):
         raise NotImplementedError
 
     def model(self) -> nn.Module:
-        """One that has learned nothing; equal for equal seeds."""
+        """Makes a model that has learned nothing; equal for equal seeds."""
         with seeded(self.job.seed):
             return self._build()
 
     def batches(self, rank: int) -> Iterator[Batch]:
-        """Of its own part, in an order of its own."""
+        """Yields batches of its own part, in an order of its own."""
         seed = mix(self.job.seed, rank)
         return batches_of(self._train, self.job.batch_size, seed, self._parts[rank])
 
@@ -272,7 +272,7 @@ class Quadratic(TrainingTask):
         return Point()
 
     def batches(self, rank: int) -> Iterator[Batch]:
-        """All its rows, each time; the size of a batch does not count."""
+        """Yields all its rows each time; the size of a batch does not count."""
         return itertools.repeat(self._all[rank])
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

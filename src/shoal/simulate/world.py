@@ -40,7 +40,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     workers_per_machine: int | None = None
     """All of them on one machine without it."""
     profile: Profile = Profile()
-    """Without one, links cost nothing."""
+    """Describes the links; the empty one has links that cost nothing."""
     between: Literal["workers", "machines"] = "workers"
     """Whose links the profile describes; with "machines" those inside a machine cost nothing."""
     compute: Compute = Compute()
@@ -91,7 +91,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.elastic or (self.faults is not None and self.faults.changes_workers)
 
     def machine_of(self, rank: int) -> int:
-        """Of a worker's rank."""
+        """Returns the machine of a worker."""
         return 0 if self.workers_per_machine is None else rank // self.workers_per_machine
 
     def addresses(self) -> list[Address]:
@@ -119,5 +119,5 @@ class StepCosts:
         self._factor = world.compute.factors.get(rank, 1.0)
 
     def next_s(self) -> float:
-        """Of forward and backward together."""
+        """Draws the seconds of the next forward and backward together."""
         return self._factor * self._sample_s(self._draws.uniform())

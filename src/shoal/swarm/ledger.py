@@ -53,7 +53,11 @@ class SampleLedger:
         self._credits: deque[tuple[bytes, int, int]] = deque(maxlen=_MAX_CREDITS)
         """How many samples went in under which fork and round, lately: what is older no fork takes back."""
         self._codec = codec
-        self._sum = torch.zeros(num_elements)
+        self._sum: torch.Tensor | None = None
+        self._scale = 1
+        """What `_sum` must still be multiplied by: the samples of a first mean that is alone so far."""
+        self._spare: torch.Tensor | None = None
+        """Memory of an earlier contribution, to be used again."""
         self._base = 0
         self._extra: torch.Tensor | None = None
         self._carried = 0
@@ -93,7 +97,7 @@ class SampleLedger:
                 f"{mean.numel()} values of {samples} samples are no contribution to {self.num_elements}.",
                 next_step="give one value for each parameter, and at least one sample.",
             )
-        self._sum += mean.detach().reshape(-1) * samples
+        self._add_sum(mean.detach().reshape(-1), samples)
         self._base += samples
         self.num_added += samples
 
@@ -101,11 +105,40 @@ class SampleLedger:
         """Makes a contribution of what is pending; None where there is nothing new or one is under way."""
         if self._frozen is not None or not self._base:
             return None
-        counts: Any = self._base if self._extra is None else self._extra + self._base
-        self._frozen = FrozenContribution(self.num_pending, self._base, self._extra, self._sum.div_(counts))
-        self._sum = torch.zeros(self.num_elements)
+        assert self._sum is not None
+        if self._extra is not None:
+            self._whole_sum().div_(self._extra + self._base)
+        elif self._scale != self._base:
+            self._whole_sum().div_(self._base)
+        self._frozen = FrozenContribution(self.num_pending, self._base, self._extra, self._sum)
+        self._sum, self._scale = None, 1
         self._base, self._extra, self._carried = 0, None, 0
         return self._frozen
+
+    def _add_sum(self, mean: torch.Tensor, counts: Any) -> None:
+        """Adds a mean times its samples, one number or one for each element, to what is pending."""
+        if self._sum is not None:
+            self._whole_sum().add_(mean * counts)
+            return
+        self._sum = self._new_sum()
+        if isinstance(counts, int):
+            self._scale = counts
+            self._sum.copy_(mean)
+        else:
+            torch.mul(mean, counts, out=self._sum)
+
+    def _whole_sum(self) -> torch.Tensor:
+        """Gives the sum itself, of zeros where there is none."""
+        if self._sum is None:
+            self._sum = self._new_sum().zero_()
+        if self._scale != 1:
+            self._sum *= self._scale
+            self._scale = 1
+        return self._sum
+
+    def _new_sum(self) -> torch.Tensor:
+        spare, self._spare = self._spare, None
+        return torch.empty(self.num_elements) if spare is None else spare
 
     def encode(self, frozen: FrozenContribution, part: int, begin: int, end: int) -> Encoded:
         """Gives a part as it travels, with what the codec left behind earlier added; the same bytes each
@@ -173,18 +206,24 @@ class SampleLedger:
     ) -> None:
         self.num_committed += credited
         if credited == 0 and sum(end - begin for begin, end in missing) == self.num_elements:
-            counts: Any = frozen.base if frozen.extra is None else frozen.extra + frozen.base
-            self._sum += frozen.mean * counts
+            if self._sum is None and frozen.extra is None:
+                self._sum, self._scale = frozen.mean, frozen.base
+            else:
+                self._add_sum(
+                    frozen.mean, frozen.base if frozen.extra is None else frozen.extra + frozen.base
+                )
             self._base += frozen.base
             self._carried += frozen.samples - frozen.base
             if frozen.extra is not None:
                 self._extra = frozen.extra if self._extra is None else self._extra + frozen.extra
             return
         self._carried += frozen.samples - credited
+        if not missing:
+            self._spare = frozen.mean
         if missing and self._extra is None:
             self._extra = torch.zeros(self.num_elements)
         for begin, end in missing:
             assert self._extra is not None
-            counts = frozen.base if frozen.extra is None else frozen.extra[begin:end] + frozen.base
-            self._sum[begin:end] += frozen.mean[begin:end] * counts
+            counts: Any = frozen.base if frozen.extra is None else frozen.extra[begin:end] + frozen.base
+            self._whole_sum()[begin:end] += frozen.mean[begin:end] * counts
             self._extra[begin:end] += counts

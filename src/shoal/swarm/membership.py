@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,10 @@ class MemberContext:
     settings: SwarmSettings
     ledger: SampleLedger
     codec: Codec
-    call: Callable[[SwarmMember, str, Any, Sequence[Any], float], Awaitable[Reply]]
+    call: Callable[..., Coroutine[Any, Any, Reply]]
+    """Calls a member: method, payload, buffers, seconds to wait, and where the answer's buffers should go."""
+    vector: Callable[[], Any]
+    """Gives memory for one value of each parameter; it is used again when nobody holds it any more."""
     random: random.Random
     presence: dict[SwarmMember, MemberPresence] = field(default_factory=dict)
     joiners: dict[SwarmMember, tuple[float, int]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ with AVX2 than without. Powers are kept as running products of Python floats, no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -22,7 +23,19 @@ class CommittedOptimizer(Protocol):
         """Makes what it keeps at the beginning: tensors and numbers."""
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
-        """Changes the parameters, and what it keeps, in place; `gradient` may be overwritten."""
+        """Changes the parameters, and what it keeps, in place; `gradient` stays as it is."""
+
+
+_BLOCK = 32 << 10
+"""Elements at a time: what one operation leaves is in the cache for the next, and torch starts no threads."""
+
+
+def _blocks(gradient: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cuts vectors into blocks; that of the gradient is a copy, which may be overwritten."""
+    copy = torch.empty(min(_BLOCK, gradient.numel()))
+    for begin in range(0, gradient.numel(), _BLOCK):
+        end = min(begin + _BLOCK, gradient.numel())
+        yield copy[: end - begin].copy_(gradient[begin:end]), *(other[begin:end] for other in others)
 
 
 class CommittedSGD(msgspec.Struct, frozen=True):
@@ -38,15 +51,19 @@ class CommittedSGD(msgspec.Struct, frozen=True):
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
         """θ ← θ − η(g + μv), v ← μv + g (Sutskever et al. 2013, as in torch)."""
+        velocities = [kept["velocity"]] if self.momentum else []
+        for block in _blocks(gradient, parameters, *velocities):
+            self._step(*block)
+
+    def _step(self, change: torch.Tensor, part: torch.Tensor, velocity: torch.Tensor | None = None) -> None:
         if self.weight_decay:
-            gradient += parameters * self.weight_decay
-        if self.momentum:
-            velocity = kept["velocity"]
+            change += part * self.weight_decay
+        if velocity is not None:
             velocity *= self.momentum
-            velocity += gradient
-            gradient += velocity * self.momentum
-        gradient *= self.learning_rate
-        parameters -= gradient
+            velocity += change
+            change += velocity * self.momentum
+        change *= self.learning_rate
+        part -= change
 
 
 class CommittedAdam(msgspec.Struct, frozen=True):
@@ -66,25 +83,35 @@ class CommittedAdam(msgspec.Struct, frozen=True):
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
         """Makes algorithm 1 of Kingma & Ba, or algorithm 2 of Loshchilov & Hutter, operation by operation."""
-        if self.weight_decay and self.is_decoupled:
-            parameters *= 1 - self.learning_rate * self.weight_decay
-        elif self.weight_decay:
-            gradient += parameters * self.weight_decay
-        mean, square = kept["mean"], kept["square"]
-        mean *= self.beta1
-        mean += gradient * (1 - self.beta1)
-        gradient *= gradient
-        gradient *= 1 - self.beta2
-        square *= self.beta2
-        square += gradient
         kept["power1"] *= self.beta1
         kept["power2"] *= self.beta2
-        below = torch.sqrt(square / (1 - kept["power2"]))
+        for block in _blocks(gradient, parameters, kept["mean"], kept["square"]):
+            self._step(*block, 1 - kept["power1"], 1 - kept["power2"])
+
+    def _step(
+        self,
+        change: torch.Tensor,
+        part: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        *corrections: float,
+    ) -> None:
+        if self.weight_decay and self.is_decoupled:
+            part *= 1 - self.learning_rate * self.weight_decay
+        elif self.weight_decay:
+            change += part * self.weight_decay
+        mean *= self.beta1
+        mean += change * (1 - self.beta1)
+        change *= change
+        change *= 1 - self.beta2
+        square *= self.beta2
+        square += change
+        below = torch.sqrt(square / corrections[1])
         below += self.epsilon
-        change = mean / (1 - kept["power1"])
+        torch.div(mean, corrections[0], out=change)
         change *= self.learning_rate
         change /= below
-        parameters -= change
+        part -= change
 
 
 def optimizer_named(name: str, learning_rate: float | None = None) -> CommittedOptimizer:

@@ -29,7 +29,7 @@ from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
 from shoal.swarm.ledger import FrozenContribution
 from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order
 from shoal.swarm.plan import make_plan
-from shoal.swarm.reduction import HeldPart, Reduction, fetch_parts, results
+from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
 from shoal.swarm.wire import (
     ABORT,
     COMMIT,
@@ -49,6 +49,7 @@ from shoal.swarm.wire import (
     SwarmMember,
 )
 from shoal.transport import Reply
+from shoal.transport.messages import Into
 
 BEAT_S = 0.3
 """The owner of a ballot answers at least so often."""
@@ -174,9 +175,10 @@ class SwarmRound:
     async def _follow(self, ballot: int, owner: int) -> None:
         """Follows a ballot until there is a decision or a reason to go on to a higher one."""
         self.acceptor.promise(ballot)
-        heard_s, seen = self._now(), -1
+        heard_s, seen, has_ended = self._now(), -1, False
         while self.decision is None and self.acceptor.promised <= ballot and not self._is_without_quorum():
-            left_s = heard_s + self._silence_s(ballot) - self._now()
+            silence_s = self._silence_s(ballot) * (GONE_SHARE if has_ended else 1.0)
+            left_s = heard_s + silence_s - self._now()
             wanted = self._wanted_ballot()
             if left_s <= 0 or wanted is not None:
                 # the owner is silent, or others wait for this member to lead a higher ballot
@@ -193,6 +195,7 @@ class SwarmRound:
                 is_enough=bool,
             )
             answer = outcomes[0]
+            has_ended = isinstance(answer, Exception) and is_gone(answer)
             if isinstance(answer, Reply):
                 status: RoundStatus = answer.payload
                 if not status.problem:
@@ -279,9 +282,7 @@ class SwarmRound:
         if self.plan is not None or self._scope is None:
             return
         self.plan = plan
-        self.reduction = Reduction(
-            plan, self.me, (self.fork, self.number), self._context.codec, self._context.now_s
-        )
+        self.reduction = Reduction(plan, self.me, (self.fork, self.number), self._context)
         self.reduction.held = self.held
         self._scope.start_soon(self.reduction.reduce(), name="reduce")
         if self._frozen is not None and self.me in plan.contributors:
@@ -300,7 +301,9 @@ class SwarmRound:
             self._changed.fire()
 
     async def hold(self, commit: Commit) -> None:
-        """Fetches every part of a commit that is not here, from whoever has it."""
+        """Fetches every part of a commit that is not here and is not on its way, from whoever has it."""
+        if self.reduction is not None and commit.plan == self.plan:
+            await self.reduction.wait_taken()
         await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held)
 
     # --- serving those who follow ---
@@ -454,7 +457,10 @@ class SwarmRound:
         limit_s = SILENCE_S * self._context.settings.patience
         if presence is None or place not in self._followers:
             return False
-        return presence.closed_s is None and now_s - presence.heard_s < factor * limit_s + BEAT_S
+        # a follower ends its call to make another one when it has something new to tell
+        grace_s = GONE_SHARE * limit_s
+        has_closed = presence.closed_s is not None and now_s - presence.closed_s > grace_s
+        return not has_closed and now_s - presence.heard_s < factor * limit_s + BEAT_S
 
     async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
         """Makes the commit that a free ballot proposes; None where the ballot is over."""
@@ -583,10 +589,11 @@ class SwarmRound:
         return taken
 
     async def _while_leading(self, ballot: int, began_s: float, reduction: Reduction) -> None:
-        """Passes on which reducers are lost; ends when the ballot is over."""
+        """Passes on which reducers and contributors are lost; ends when the ballot is over."""
         num_lost = 0
         while not self._is_over(ballot, began_s):
-            used = dict.fromkeys([*reduction.plan.reducers, *reduction.plan.backups])
+            plan = reduction.plan
+            used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors])
             silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
             if any(place not in reduction.lost for place in silent):
                 reduction.name_lost(silent)
@@ -646,6 +653,12 @@ class SwarmRound:
         return sorted(latest.values())
 
     async def _call(
-        self, place: int, method: str, payload: Any, buffers: Sequence[Any], wait_s: float
+        self,
+        place: int,
+        method: str,
+        payload: Any,
+        buffers: Sequence[Any],
+        wait_s: float,
+        into: Into = None,
     ) -> Reply:
-        return await self._context.call(self.members[place], method, payload, buffers, wait_s)
+        return await self._context.call(self.members[place], method, payload, buffers, wait_s, into)

@@ -4,8 +4,8 @@
         run.add(gradient, samples)        # whenever there is something new
         await run.next_commit()           # run.state.parameters are the committed ones
 
-It lives on one loop, starts no threads, and reads no clock but its loop's, so that it runs unchanged on
-sockets and in virtual time.
+It lives on one loop and reads no clock but its loop's, so that it runs unchanged on sockets and in virtual
+time. A thread hashes the state that those who join take; in virtual time that happens on the loop.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import torch
 
 from shoal.core import (
@@ -34,13 +35,14 @@ from shoal.core import (
     Scope,
     ShoalError,
     StandingScope,
+    VirtualLoop,
     fanout,
 )
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.membership import MemberContext, SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
-from shoal.swarm.reduction import HeldPart, assemble, fetch_parts
+from shoal.swarm.reduction import HeldPart, Reduction, assemble, fetch_parts
 from shoal.swarm.round import SwarmRound
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import (
@@ -71,13 +73,17 @@ from shoal.swarm.wire import (
 from shoal.tensors import Codec, Plain
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
 from shoal.transport import Head, Reply, Transport
+from shoal.transport.memory import BufferPool
+from shoal.transport.messages import Into
 
 log = logging.getLogger(__name__)
 
 NUM_KEPT = 2
 """Rounds whose commits and parts a member keeps for those who are behind."""
 NUM_SINCE_PIN = 8
-"""Rounds that a member keeps after the state that it has pinned for joiners."""
+"""Rounds that a member keeps at most after the state that it has pinned for joiners."""
+PIN_S = 5.0
+"""After so long without anybody who joins a member keeps the pinned state no more."""
 MAX_HISTORY = 4096
 MAX_DONORS = 8
 MAX_ASKED = 32
@@ -88,6 +94,7 @@ _ASK_S = 2.0
 _HOLD_S = 30.0
 _TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
+_FLOAT_BYTES = 4
 
 _REPLIES: dict[str, Any] = {
     FOLLOW: RoundStatus,
@@ -156,8 +163,12 @@ class SwarmRun:
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
         self._pinned: tuple[int, str] | None = None
+        self._join_asked_s = 0.0
+        """When somebody last asked for what those who join need."""
         self._taker: tuple[str, StateTaker] | None = None
         self._changed = Broadcast()
+        # the parts of the rounds that are kept, and what comes next: no more than one vector lies idle
+        self._vectors = BufferPool(2 * _FLOAT_BYTES * self.state.num_elements)
         codec = codec or Plain()
         self.context = MemberContext(
             me=self._new_member(),
@@ -165,6 +176,7 @@ class SwarmRun:
             ledger=SampleLedger(self.state.num_elements, codec),
             codec=codec,
             call=self._call,
+            vector=self._new_vector,
             random=self.choice,
         )
         self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
@@ -262,6 +274,8 @@ class SwarmRun:
             except LimitExceeded as error:
                 log.warning("%s", error)
             scope.cancel()
+        if round_.reduction is not None:
+            round_.reduction.close()
         return commit
 
     async def _hold(
@@ -324,15 +338,30 @@ class SwarmRun:
         """Keeps the state as it is now for those who join."""
         if self._pinned is not None:
             self._donor.drop(self._pinned[1])
-        held = HeldState(self.state.snapshot())
-        self._donor.hold(held)
-        self._pinned = (self.state.round, held.name)
+        self._pinned = (self.state.round, "")
+        self._join_asked_s = asyncio.get_running_loop().time()
         self.context.wants_pin = False
+        hashing = self._hold_pinned(self.state.round, self.state.snapshot())
+        self._standing.scope.start_soon(hashing, name="hash the pinned state")
+
+    async def _hold_pinned(self, number: int, snapshot: Any) -> None:
+        """Hashes a state beside the loop, and gives it to those who ask from then on."""
+
+        def hash_it() -> HeldState:
+            return HeldState(snapshot)
+
+        is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
+        held = hash_it() if is_virtual else await asyncio.to_thread(hash_it)
+        if self._pinned == (number, ""):
+            self._donor.hold(held)
+            self._pinned = (number, held.name)
 
     def _forget(self) -> None:
         """Drops rounds that nobody can need any more, and a pinned state that is too old."""
         number = self.state.round
-        if self._pinned is not None and number - self._pinned[0] > NUM_SINCE_PIN:
+        if self._pinned is not None and (
+            number - self._pinned[0] > NUM_SINCE_PIN or not self._is_joining(self._pinned[1])
+        ):
             self._donor.drop(self._pinned[1])
             self._pinned = None
         first = number - NUM_KEPT
@@ -340,9 +369,18 @@ class SwarmRun:
             first = min(first, self._pinned[0])
         self._finished = {key: one for key, one in self._finished.items() if key >= first}
 
+    def _is_joining(self, pinned: str) -> bool:
+        """Whether somebody has lately asked for what those who join need."""
+        asked_s = max(self._join_asked_s, self._donor.asked_s.get(pinned, 0.0))
+        return asyncio.get_running_loop().time() - asked_s < PIN_S * self.settings.patience
+
     def _wake(self) -> None:
         if self.round is not None:
             self.round.wake()
+
+    def _new_vector(self) -> Any:
+        view = self._vectors.allocate(_FLOAT_BYTES * self.state.num_elements)
+        return np.frombuffer(view, np.float32)
 
     def _new_member(self) -> SwarmMember:
         number = self.choice.getrandbits(62)
@@ -462,14 +500,20 @@ class SwarmRun:
     # --- calls ---
 
     async def _call(
-        self, member: SwarmMember, method: str, payload: Any, buffers: Sequence[Any], wait_s: float
+        self,
+        member: SwarmMember,
+        method: str,
+        payload: Any,
+        buffers: Sequence[Any],
+        wait_s: float,
+        into: Into = None,
     ) -> Reply:
         """Calls a member; this one itself without a network."""
         if member == self.context.me:
             answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
             return answer if isinstance(answer, Reply) else Reply(answer)
         reply = await self._transport.call(
-            member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01))
+            member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01)), into=into
         )
         kind = _REPLIES.get(method)
         return reply if kind is None else Reply(_read(reply.payload, kind), reply.buffers)
@@ -524,13 +568,17 @@ class SwarmRun:
         return await round_.serve_follow(request)
 
     async def _serve_part(self, message: PartMessage, buffers: Sequence[memoryview]) -> None:
-        round_ = await self._round_of(message.fork, message.round)
+        (await self._reduction_of(message.fork, message.round)).receive(message, buffers)
+
+    async def _reduction_of(self, fork: bytes, number: int) -> Reduction:
+        """Gives the averaging of a round; PeerBusy when there is no plan soon."""
+        round_ = await self._round_of(fork, number)
         until = Deadline.after(_ROUND_S)
         while round_.reduction is None and not until.is_past:
             await round_.wait_changed(until.remaining_s)
         if round_.reduction is None:
             raise PeerBusy("This member has no plan yet.")
-        round_.reduction.receive(message, buffers)
+        return round_.reduction
 
     async def _serve_take(self, request: TakeRequest, buffers: Sequence[memoryview]) -> Reply:
         finished = self._finished.get(request.round) if request.fork == self.state.fork else None
@@ -543,10 +591,8 @@ class SwarmRun:
             if found is None:
                 raise PeerBusy("This member does not hold that part.")
             return found.reply
-        round_ = await self._round_of(request.fork, request.round)
-        if round_.reduction is None:
-            raise PeerBusy("This member has no plan yet.")
-        return await round_.reduction.serve_take(request.part, request.attempt)
+        reduction = await self._reduction_of(request.fork, request.round)
+        return await reduction.serve_take(request.part, request.attempt)
 
     async def _serve_join(self, request: JoinRunRequest, buffers: Sequence[memoryview]) -> JoinReply:
         if request.run != self.run or not self.is_member:
@@ -558,7 +604,9 @@ class SwarmRun:
             elif self._pinned is None:
                 self.context.wants_pin = True
             self._wake()
-        number, name = self._pinned or (-1, "")
+        if request.member not in self.members:
+            self._join_asked_s = asyncio.get_running_loop().time()
+        number, name = self._pinned if self._pinned and self._pinned[1] else (-1, "")
         return JoinReply(
             self.run, self.state.fork, self.state.round, self.members, self.state.num_samples, number, name
         )

@@ -163,7 +163,7 @@ class RoundStatus(msgspec.Struct, frozen=True):
     stage: str = GATHER
     plan: RoundPlan | None = None
     lost: tuple[int, ...] = ()
-    """Reducers whose parts are to be sent to their backups."""
+    """Reducers whose parts are to be sent to their backups, and contributors that nobody waits for."""
     proposal: Commit | None = None
     num_accepted: int = 0
     decision: Commit | None = None

@@ -128,6 +128,8 @@ class StateDonor:
     """Answers those who take states; made before its transport listens."""
 
     def __init__(self, transport: Transport) -> None:
+        self.asked_s: dict[str, float] = {}
+        """When somebody last asked for a state that is held, by the loop's clock."""
         self._held: dict[str, HeldState] = {}
         transport.handle(_INDEX, self._serve_index, payload_type=str)
         transport.handle(_LEAF, self._serve_leaf, payload_type=tuple[str, int])
@@ -139,6 +141,7 @@ class StateDonor:
     def drop(self, name: str) -> None:
         """Gives it no more."""
         self._held.pop(name, None)
+        self.asked_s.pop(name, None)
 
     def _serve_index(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         return Reply(buffers=[self._find(head.payload).index])
@@ -153,6 +156,7 @@ class StateDonor:
             raise LimitExceeded(
                 f"This peer does not hold the state {name[:12]} any more.", next_step="ask another peer."
             )
+        self.asked_s[name] = asyncio.get_running_loop().time()
         return held
 
 

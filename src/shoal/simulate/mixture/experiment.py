@@ -7,17 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import msgspec
 import torch
 
 from shoal.core import UsageError
 from shoal.data.seeds import mix
 from shoal.simulate.mixture.model import MixtureModel, StepGradients
-from shoal.simulate.mixture.settings import MixtureRunSettings
+from shoal.simulate.mixture.settings import (
+    MixtureEvaluation,
+    MixtureResult,
+    MixtureRunSettings,
+    TrainLoss,
+)
 from shoal.transport.network.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081
-"""Of MNIST's pixels."""
+"""The mean and deviation of MNIST's pixels."""
 LOSS_WINDOW = 64
 """Updates whose training losses make one point."""
 
@@ -27,48 +31,6 @@ Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _Event = tuple[float, int, int]
 """When, of which trainer, and how far its gradients have come: layers, the last first, then the update."""
-
-
-class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """On all test images."""
-
-    num_updates: int
-    virtual_s: float
-    loss: float
-    accuracy: float
-
-
-class TrainLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean over the last updates."""
-
-    num_updates: int
-    virtual_s: float
-    loss: float
-
-
-class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is told of a run; equal from run to run."""
-
-    evaluations: list[MixtureEvaluation]
-    train_loss: list[TrainLoss]
-    staleness: dict[int, int]
-    """Updates by how many others were made between their forward and them."""
-    expert_staleness: dict[int, int]
-    """Samples' gradients by how many updates their expert made between its forward and taking them in."""
-    virtual_s: float
-    num_touched_experts: int
-    num_lost: int
-    """Samples' gradients that no expert took in, because it had failed."""
-
-    @property
-    def mean_staleness(self) -> float:
-        """The mean staleness of all updates, in updates."""
-        return _mean(self.staleness)
-
-    @property
-    def mean_expert_staleness(self) -> float:
-        """Over all gradients of samples."""
-        return _mean(self.expert_staleness)
 
 
 def run_mixture(
@@ -262,8 +224,3 @@ def _batches(settings: MixtureRunSettings, trainer: int, num_images: int) -> Ite
 
 def _prepared(images: torch.Tensor) -> torch.Tensor:
     return ((images - MEAN) / DEVIATION).flatten(1)
-
-
-def _mean(counts: dict[int, int]) -> float:
-    total = sum(counts.values())
-    return sum(value * count for value, count in counts.items()) / total if total else 0.0

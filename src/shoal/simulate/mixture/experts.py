@@ -59,7 +59,7 @@ class Vectors(NamedTuple):
 
 
 class Layout:
-    """Of experts of one width. Leading dimensions are free: one expert, all of them, a row for each."""
+    """How experts of one width lie in vectors. Leading dimensions are free: one expert, all, or rows."""
 
     def __init__(self, dim: int) -> None:
         inner = WIDTH * dim
@@ -97,7 +97,7 @@ class Layout:
 
 
 class RowPool:
-    """As large as it has to be. Row 0 is always zero, so that it can fill up what has too few rows."""
+    """Rows that are taken and freed, as many as needed. Row 0 is always zero, and fills up too few rows."""
 
     def __init__(self, num_rows: int, row_size: int, device: torch.device) -> None:
         self._rows = torch.zeros(1 + num_rows, row_size, device=device)
@@ -117,7 +117,7 @@ class RowPool:
         return first
 
     def span(self, first: int, count: int) -> torch.Tensor:
-        """To be written and not kept: `take` may move it."""
+        """A view of rows that may be written, and not kept: `take` may move it."""
         return self._rows[first : first + count]
 
     def rows(self, numbers: list[int] | list[list[int]]) -> torch.Tensor:
@@ -184,7 +184,7 @@ class ExpertBank:
         self._initialise(generator)
 
     def vectors_of(self, experts: torch.Tensor | int) -> Vectors:
-        """Of one expert, or a row for each."""
+        """The vectors of one expert, or a row for each of several."""
         return self.layout.vectors(self._vectors[experts])
 
     def count_step(self) -> None:
@@ -313,7 +313,7 @@ class Routing:
             self.experts = self.experts[self._order]
 
     def to_rows(self, pairs: torch.Tensor) -> torch.Tensor:
-        """From `[samples, active, dim]`."""
+        """Turns `[samples, active, dim]` into rows."""
         rows = pairs.reshape(-1, pairs.shape[-1])
         return rows if self.groups is None else rows.index_select(0, self._order)
 
@@ -324,7 +324,7 @@ class Routing:
         return rows.view(self._num_samples, self._num_active, -1)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """From `[samples, dim]` to each sample's rows."""
+        """Gives each row its sample's values, from `[samples, dim]`."""
         return self.to_rows(x.unsqueeze(1).expand(-1, self._num_active, -1))
 
 
@@ -357,7 +357,7 @@ class _ExpertRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """For the inputs alone: parameters get theirs from the bank."""
+        """Returns gradients of the inputs alone: parameters get theirs from the bank."""
         bank, routing, first_row, normed, scales, vectors = ctx.parts
         _, hidden_1, hidden_2, d_z_1, d_z_2, d_y, *d_norms = _parts(bank, first_row, routing)
         d_y.copy_(routing.to_rows(gradient))

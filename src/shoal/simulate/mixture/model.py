@@ -28,7 +28,7 @@ from shoal.simulate.mixture.settings import (
 
 
 class StepGradients(msgspec.Struct, kw_only=True):
-    """Of one trainer's step, on their way."""
+    """The gradients of one trainer's step, on their way."""
 
     loss: torch.Tensor
     trunk: list[torch.Tensor]
@@ -50,13 +50,13 @@ class StepGradients(msgspec.Struct, kw_only=True):
 
 
 class Pass(msgspec.Struct):
-    """Of some trainers at once."""
+    """What a pass of some trainers at once gives."""
 
     losses: torch.Tensor
     trunk: tuple[torch.Tensor, ...]
-    """Gradients, `[trainers, …]`."""
+    """The gradients of the trunk, `[trainers, …]`."""
     experts: torch.Tensor
-    """`[trainers, layers · rows]`."""
+    """The experts of all rows, `[trainers, layers · rows]`."""
     rows: list[list[int]]
     """By layer, in the order of trainers, samples and their experts."""
 
@@ -66,7 +66,7 @@ _NUM_REHEARSALS = 3
 
 
 class RecordedStep:
-    """On the CPU, where there is nothing to record, it is computed anew each time."""
+    """One trainer's step, recorded on a GPU and replayed; on the CPU it is computed anew each time."""
 
     def __init__(self, model: MixtureModel, generator: torch.Generator) -> None:
         settings = model.settings
@@ -81,7 +81,7 @@ class RecordedStep:
         self._replay: Callable[[], Pass] | None = None
 
     def run(self, x: torch.Tensor, labels: torch.Tensor) -> StepGradients:
-        """Of one trainer: `[1, batch, features]`."""
+        """Computes the gradients of one trainer, of `[1, batch, features]`."""
         bank, settings = self._model.bank, self._model.settings
         for layer in range(settings.num_layers):
             bank.update(layer)
@@ -192,7 +192,7 @@ class MixtureModel:
         ]
 
     def pass_through(self, x: torch.Tensor, labels: torch.Tensor, first_rows: list[int]) -> Pass:
-        """Once forward and back; what experts get is left in the pool, by layer from those rows on."""
+        """Goes once forward and back; what experts get is left in the pool, by layer from those rows on."""
         num_trainers, size = labels.shape
         trunk = [part.expand(num_trainers, *part.shape).requires_grad_() for part in self.trunk]
         rows_of_layers, experts_of_layers = [], []

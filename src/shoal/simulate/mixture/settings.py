@@ -1,7 +1,8 @@
-"""What the convergence experiment of Learning@home is told, and what memory it will take."""
+"""What the convergence experiment of Learning@home is told, what memory it will take, and what it tells."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -105,12 +106,12 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def usual_compute_ms(self) -> float:
-        """Where nothing else is said."""
+        """The milliseconds that computing takes where nothing else is said."""
         return (LOCKED_COMPUTE_MS if self.is_faithful else DEFAULT_COMPUTE_MS)[self.model]
 
     @property
     def compute_s(self) -> float:
-        """Of one training step."""
+        """The seconds of one training step's computing."""
         return (self.usual_compute_ms if self.compute_ms is None else self.compute_ms) / 1000
 
     def resolved(self) -> Self:
@@ -135,7 +136,7 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def window_s(self) -> float:
-        """In which trainers compute as one."""
+        """The seconds in which trainers compute as one."""
         if self.window_ms is not None:
             return self.window_ms / 1000
         at_once = TRAINERS_AT_ONCE if self.delay_ms else TRAINERS_WITHOUT_DELAY
@@ -144,20 +145,20 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def inputs_an_update(self) -> int:
-        """Of an expert; a dense block is updated in every step."""
+        """How many inputs an expert's update takes; a dense block is updated in every step."""
         if not self.has_gate:
             return 1
         return self.batch_size if self.update_every_inputs is None else self.update_every_inputs
 
     @property
     def expert_bytes(self) -> int:
-        """Parameters of one expert."""
+        """The bytes of one expert's parameters."""
         inner = WIDTH * self.layer_dim
         matrices = 2 * self.layer_dim * inner + inner * inner
         return _FLOAT_BYTES * (matrices + 6 * inner + self.layer_dim)
 
     def parameter_bytes(self) -> int:
-        """Of the whole model."""
+        """The bytes of the whole model."""
         return self.num_layers * self.experts_a_layer * self.expert_bytes + self._trunk_bytes()
 
     def memory_bytes(self) -> int:
@@ -190,3 +191,60 @@ class MixtureRunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ends = (NUM_FEATURES + 1) * self.layer_dim + (self.layer_dim + 1) * NUM_CLASSES + 2 * self.layer_dim
         gate = self.layer_dim * (self.num_experts + 2) if self.has_gate else 0
         return _FLOAT_BYTES * (ends + self.num_layers * gate)
+
+
+# --- what it tells ---
+
+
+class MixtureEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the model does on all test images."""
+
+    num_updates: int
+    virtual_s: float
+    loss: float
+    accuracy: float
+
+
+class TrainLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean loss over the last updates."""
+
+    num_updates: int
+    virtual_s: float
+    loss: float
+
+
+class MixtureResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is told of a run; equal from run to run."""
+
+    evaluations: list[MixtureEvaluation]
+    train_loss: list[TrainLoss]
+    staleness: dict[int, int]
+    """Updates by how many others were made between their forward and them."""
+    expert_staleness: dict[int, int]
+    """Samples' gradients by how many updates their expert made between its forward and taking them in."""
+    virtual_s: float
+    num_touched_experts: int
+    num_lost: int
+    """Samples' gradients that no expert took in, because it had failed."""
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean staleness of all updates, in updates."""
+        return _mean(self.staleness)
+
+    @property
+    def mean_expert_staleness(self) -> float:
+        """The mean staleness of all samples' gradients."""
+        return _mean(self.expert_staleness)
+
+    @property
+    def diverged_after(self) -> int | None:
+        """The first evaluation or window of training that is no number; None where all are."""
+        losses = [(each.num_updates, each.loss) for each in self.evaluations]
+        losses += [(each.num_updates, each.loss) for each in self.train_loss]
+        return min((at for at, loss in losses if not math.isfinite(loss)), default=None)
+
+
+def _mean(counts: dict[int, int]) -> float:
+    total = sum(counts.values())
+    return sum(value * count for value, count in counts.items()) / total if total else 0.0

@@ -48,7 +48,7 @@ exact executor is not for, a start of all with all would cost more than the trai
 class _Call:
     size_bytes: int
     root: int | None = None
-    """None: from everybody to everybody."""
+    """Who sends to all; None where everybody does."""
 
 
 class _Rehearsal(SoloGroup):
@@ -105,7 +105,7 @@ RULES: dict[str, type[Rule]] = {
     "d2": DiffusionRule,
     "momentum": MomentumRule,
 }
-"""By the strategy's own name."""
+"""The rules by the strategy's own name."""
 
 
 def run_stacked(job: TrainingJob, world: World) -> list[WorkerLog]:
@@ -131,7 +131,7 @@ class StackedRun:
         self._batches = [task.batches(rank) for rank in range(world.num_workers)]
 
     def run(self) -> list[WorkerLog]:
-        """All steps, and what each worker tells, by rank; once."""
+        """Runs all steps, once, and returns what each worker tells, by rank."""
         job = self._job
         kept = {0: self.model.values.clone()}
         self._tape.mark()

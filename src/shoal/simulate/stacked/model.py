@@ -47,11 +47,11 @@ class StackedModel:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of one worker, for their shapes."""
+        """The parameters of one worker, for their shapes."""
         return list(self.named.values())
 
     def gradients(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Of each worker's own loss at its own parameters; all batches are of one shape."""
+        """Computes the gradients of each worker's own loss at its own parameters; batches have one shape."""
         inputs, labels = zip(*batches, strict=True)
         return self._gradients(self.values, torch.stack(inputs), torch.stack(labels))
 
@@ -109,7 +109,7 @@ def _note(order: list[int], place: int, parameter: torch.Tensor) -> None:
 
 Ranks: TypeAlias = npt.NDArray[np.int64]
 Peers: TypeAlias = Sequence[Sequence[int]]
-"""By rank, in order."""
+"""The peers of each rank, in order."""
 
 _DENSE_SHARE = 0.1
 """Of all pairs, from which on a dense product is faster than one over edges."""
@@ -126,7 +126,7 @@ class Edges:
 
     @cached_property
     def needed_by(self) -> Peers:
-        """By rank: those that have it as a source."""
+        """Those that have each rank as a source, by rank."""
         receivers: list[list[int]] = [[] for _ in self.sources]
         for receiver, senders in enumerate(self.sources):
             for sender in senders:
@@ -236,7 +236,7 @@ class Rounds:
 
 
 class MachineRounds(Rounds):
-    """Of a topology of machines: each worker gets the weighted mean of its machine and of others.
+    """The rounds of a topology of machines: each worker gets the weighted mean of its machine and others.
 
     `machines` are those of the workers, by rank.
     """
@@ -263,13 +263,13 @@ class MachineRounds(Rounds):
 
 
 def all_edges(size: int) -> Edges:
-    """From everybody to everybody."""
+    """Returns the edges from everybody to everybody."""
     others = [[peer for peer in range(size) if peer != rank] for rank in range(size)]
     return Edges(others, others)
 
 
 def edges_from(root: int, size: int) -> Edges:
-    """From one to everybody."""
+    """Returns the edges from one to everybody."""
     others = [rank for rank in range(size) if rank != root]
     return Edges(
         [[root] if rank != root else [] for rank in range(size)],

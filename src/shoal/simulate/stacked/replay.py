@@ -25,7 +25,7 @@ from shoal.transport.network.pipes import Passage
 from shoal.transport.network.profiles import Way
 
 Bytes: TypeAlias = npt.NDArray[np.int64]
-"""By rank."""
+"""How many bytes each worker sends, by rank."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,7 +40,7 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> Bytes:
-        """To all receivers together."""
+        """The bytes that each sends to all its receivers together."""
         return self.size_bytes * self.edges.num_sent
 
 
@@ -53,7 +53,7 @@ class Ring:
 
     @property
     def sent_bytes(self) -> Bytes:
-        """To the next one."""
+        """The bytes that each sends to the next one."""
         return np.full(self.size, ring_bytes(self.size_bytes, self.size))
 
 
@@ -62,12 +62,12 @@ Operation: TypeAlias = Exchange | Ring
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Of a step's cost what comes before backward."""
+    """Spends what comes before backward of a step's cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A share of what is left of a step's cost."""
+    """Spends a share of what is left of a step's cost."""
 
     share: float
 
@@ -113,7 +113,7 @@ class Tape:
         self.events.append(Forward())
 
     def backward(self, share: float = 1.0) -> None:
-        """All of it, or a share."""
+        """Takes note that backward passes, or a share of it."""
         self.events.append(Backward(share))
 
     def issue(self, operation: Operation) -> int:
@@ -125,7 +125,7 @@ class Tape:
         return number
 
     def exchange(self, edges: Edges, size_bytes: int | Sequence[int], *, is_for_all: bool = False) -> int:
-        """Of as many bytes from each, or of some by rank; its number."""
+        """Begins an exchange of as many bytes from each, or of some by rank; returns its number."""
         sizes = np.broadcast_to(np.asarray(size_bytes, np.int64), self.size)
         return self.issue(Exchange(edges, sizes, is_for_all))
 
@@ -134,7 +134,7 @@ class Tape:
         self.events.append(Wait(number))
 
     def mark(self) -> None:
-        """Now; bytes count from the first one on."""
+        """Marks this moment; bytes count from the first mark on."""
         if not self.marked_bytes:
             self._sent_bytes = np.zeros(self.size, np.int64)
         self.events.append(Mark())
@@ -149,13 +149,13 @@ class Times:
     """The virtual times of all workers, as one vector."""
 
     marks_s: Seconds
-    """By mark and rank."""
+    """When each worker came to each mark, by mark and rank."""
     waited_s: Seconds
     """By rank and by the one that it waited for, since the first mark."""
 
 
 def times_of(tape: Tape, world: World, addresses: list[Address], *, can_sweep: bool = True) -> Times:
-    """Of a world without faults; without `can_sweep` always one link after another."""
+    """Computes the times of a world without faults; without `can_sweep` always one link after another."""
     if can_sweep and _is_constant(world.profile):
         return _Sweep(world, addresses).run(tape)
     return Times(*replay(tape, world, addresses))
@@ -181,7 +181,7 @@ class _Over:
 
     due_s: Seconds
     blamed: npt.NDArray[np.int64]
-    """Oneself for nobody."""
+    """Who has come last, by rank; oneself stands for nobody."""
     came_s: Seconds
 
 
@@ -203,7 +203,7 @@ class _Sweep:
         )
 
     def run(self, tape: Tape) -> Times:
-        """To the end of the tape."""
+        """Runs to the end of the tape."""
         now_s = np.zeros(self._size)
         rest_s = np.zeros(self._size)
         waited_s = np.zeros((self._size, self._size))
@@ -400,7 +400,7 @@ class _Stage:
         """When it began to wait."""
 
     def run(self) -> None:
-        """To the end of the tape."""
+        """Runs to the end of the tape."""
         while self._queue:
             now_s, rank, _, call = heapq.heappop(self._queue)
             if call is not None:

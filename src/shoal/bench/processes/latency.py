@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import nn
 
-from shoal.bench.experts_workers import be_clients
 from shoal.bench.frame import Tell
 from shoal.bench.latency import BACKWARD_COST, RECOMPUTED_COST, LatencyConfig, Method, Passes
+from shoal.bench.processes.experts import be_clients
 from shoal.bench.workers import Parent
 from shoal.core import Address, Deadline, LoopThread, Peer, Scope, ShoalError, fanout
 from shoal.core.clock import Clock, running_clock
@@ -187,7 +187,10 @@ class Baseline:
         if pings is not None or passes != "forward":
             return self._rates_alone(passes, pings)
         if self._config.device == "cpu":
-            return _piped_rates(self._stages(), self._input, self._config)
+            count = self._config.layers_per_gpu
+            starts = range(0, len(self._blocks), count)
+            stages = [nn.Sequential(*self._blocks[at : at + count]) for at in starts]
+            return _piped_rates(stages, self._input, self._config)
         return self._rates_of_events()
 
     def _rates_alone(self, passes: Passes, pings: Pings | None) -> list[float]:
@@ -218,11 +221,6 @@ class Baseline:
         self._synchronize(self._devices)
         took_s = [1e-3 * began.elapsed_time(end) for began, end in itertools.pairwise(ends)]
         return [config.batches_for_throughput * config.batch_size / run_s for run_s in took_s]
-
-    def _stages(self) -> list[nn.Sequential]:
-        """The blocks of each device."""
-        count = self._config.layers_per_gpu
-        return [nn.Sequential(*self._blocks[at : at + count]) for at in range(0, len(self._blocks), count)]
 
     def _pusher(self, passes: Passes, pings: Pings | None) -> Callable[[], None]:
         push = self._forward if passes == "forward" else self._train
@@ -332,7 +330,7 @@ class _Share(msgspec.Struct, frozen=True):
         ]
 
     def membership(self) -> Membership | None:
-        """For servers that the benchmark has not started itself."""
+        """Find the swarm's secret, for servers that the benchmark has not started itself."""
         if not self.config.hosts:
             return None
         file = self.config.secret_file
@@ -368,12 +366,12 @@ class _Crowd:
         return []
 
     def latency(self, ping_s: float, passes: Passes) -> dict[str, Any]:
-        """Of the first client alone: seconds of each batch."""
+        """Measure the first client alone: seconds of each batch."""
         client = self._clients[0].under(ping_s, passes, "latency")
         return self._told(latencies(client, self._config.batches_for_latency))
 
     def throughput(self, ping_s: float, passes: Passes) -> dict[str, Any]:
-        """Of all clients at once: samples a second in each run."""
+        """Measure all clients at once: samples a second in each run."""
         clients = [client.under(ping_s, passes, "throughput") for client in self._clients]
         config = self._config
         load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)

@@ -6,14 +6,14 @@ import math
 import statistics
 from typing import Any
 
-from shoal.bench.contenders import NONE, Spread, iteration_text, tokens_of, workers_text
+from shoal.bench.contenders import NONE, Spread, iteration_text, tokens_of
 from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
 from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
 from shoal.report.statistics import MIN_TIMED_STARTS, start_medians
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items, contest_line, title_line
 
 _SHORT_S = 0.05
@@ -50,7 +50,7 @@ class ScalingFigures:
     def samples(
         self, metric: str, strategy: str, batch_size: int, num_workers: int, rank: int | None = None
     ) -> list[float] | None:
-        """All samples of one figure; None where it was not measured."""
+        """Return all samples of one figure; None where it was not measured."""
         row = self._rows.get((metric, strategy, batch_size, num_workers, rank))
         return None if row is None else row.samples
 
@@ -115,7 +115,7 @@ def headline(report: Report) -> list[str]:
             if most == num_workers
         }
         if len(rivals) > 1:
-            what = f"With {workers_text(num_workers)} at batch {batch_size}"
+            what = f"With {counted(num_workers, 'worker')} at batch {batch_size}"
             lines.append(
                 contest_line(
                     what, rivals, "higher", MIN_TIMED_STARTS, lambda mean: f"{digits(mean)} {figures.unit}"
@@ -125,7 +125,7 @@ def headline(report: Report) -> list[str]:
         efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
         fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
         lines.append(
-            f"With {workers_text(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
+            f"With {counted(num_workers, 'worker')} at batch {batch_size}: {strategy}, {digits(speed)} "
             f"{figures.unit}, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
         )
     return lines
@@ -199,7 +199,7 @@ def _figure_lines(figures: ScalingFigures, point: tuple[str, int, int]) -> list[
 
 def _point_text(point: tuple[str, int, int]) -> str:
     strategy, batch_size, num_workers = point
-    return f"{strategy}, {workers_text(num_workers)}, batch {batch_size}:"
+    return f"{strategy}, {counted(num_workers, 'worker')}, batch {batch_size}:"
 
 
 def _table(figures: ScalingFigures, batch_size: int) -> Table:
@@ -232,8 +232,7 @@ def _notes(figures: ScalingFigures, config: dict[str, Any]) -> list[str]:
     ]
     for num_workers, (share, kind) in figures.processors.items():
         if share < 1:
-            number = round(share * num_workers)
-            sharing = f"{num_workers} workers share {number} {kind}{'' if number == 1 else 's'}"
+            sharing = f"{num_workers} workers share {counted(round(share * num_workers), kind)}"
             notes.append(f"{sharing}: linear is out of reach here, and the ceiling is what there is.")
     num_batches = int(config.get("num_batches_per_iter", 1))
     for batch_size in dict.fromkeys(point[1] for point in figures.points):
@@ -256,7 +255,7 @@ def _failures(report: Report) -> list[str]:
         strategy = str(row.key.get("strategy", "start"))
         place = ""
         if "num_workers" in row.key:
-            place = f"{workers_text(row.key['num_workers'])} at batch {row.key['batch_size']}"
+            place = f"{counted(int(row.key['num_workers']), 'worker')} at batch {row.key['batch_size']}"
         first_line = (row.error or "").partition("\n")[0]
         where.setdefault((strategy, first_line), []).append(place)
     lines = [
@@ -268,7 +267,7 @@ def _failures(report: Report) -> list[str]:
 
 def predicted_result(report: Report) -> dict[str, Any]:
     """Say for the RESULT line what is expected of more workers, or why nothing is."""
-    from shoal.bench.predict import forecast_of, forecast_result
+    from shoal.bench.forecast.predict import forecast_of, forecast_result
 
     try:
         return forecast_result(forecast_of(report))
@@ -278,7 +277,7 @@ def predicted_result(report: Report) -> dict[str, Any]:
 
 def predicted_items(report: Report) -> Items:
     """Show on the terminal what is expected of more workers, or why nothing is."""
-    from shoal.bench.predict import forecast_items, forecast_of
+    from shoal.bench.forecast.predict import forecast_items, forecast_of
 
     try:
         return forecast_items(forecast_of(report))

@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.bench.dht import DhtConfig, Totals
 from shoal.bench.frame import Tell
-from shoal.bench.mortal import Graveyard, MortalNetwork, TappedNetwork
+from shoal.bench.processes.mortal import Graveyard, MortalNetwork, TappedNetwork
 from shoal.bench.workers import Child, Parent, children, end_with_parent, serve
 from shoal.core import (
     Address,
@@ -416,7 +416,7 @@ class ProcessFleet:
 
     async def __aenter__(self) -> Self:
         arguments = [self._arguments] * self.num_ranks
-        started = children("shoal.bench.dht_hosts:host", arguments, name="Process")
+        started = children("shoal.bench.processes.dht:host", arguments, name="Process")
         self._children = self._stack.enter_context(started)
         return self
 

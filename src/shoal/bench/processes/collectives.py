@@ -36,7 +36,7 @@ class Expected:
 
     @classmethod
     def average(cls, weights: Weights, rank: int) -> Expected:
-        """Of what `rank` and its sources give."""
+        """Expect the average of what `rank` and its sources give."""
         parts = {rank: weights.own, **weights.sources}
         return cls(sum(parts.values()), sum(weight * peer for peer, weight in parts.items()))
 
@@ -46,11 +46,11 @@ class Call:
     """An operation with its tensors."""
 
     run: Callable[[], Sequence[torch.Tensor]]
-    """Gives what it resulted in."""
+    """Makes the call, and returns the tensors with its results."""
     expected: Sequence[Expected] = ()
-    """Of the first run."""
+    """What the results of the first run must be."""
     reset: Callable[[], object] = lambda: None
-    """Between the first run and the others."""
+    """Is called between the first run and the others."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Stage:
         return self._shared[-1]
 
     def window(self, name: str) -> Window:
-        """Where what this worker has is published."""
+        """Open a window in which this worker publishes what it has."""
         self._windows.append(self.group.window(name, self.num_elements, sources=()))
         return self._windows[-1]
 
@@ -96,7 +96,7 @@ class Stage:
         self._windows.clear()
 
     def partners(self) -> list[int]:
-        """Of each rank: two and two, and who is left over takes the one before."""
+        """The partner of each rank: two and two, and who is left over takes the one before."""
         size = self.group.size
         return [rank ^ 1 if rank ^ 1 < size else rank - 1 for rank in range(size)]
 
@@ -114,7 +114,7 @@ def pattern(num_elements: int) -> torch.Tensor:
 
 
 def difference(tensor: torch.Tensor, expected: Expected) -> str:
-    """Where a result is furthest from what it must be; nothing where it is near enough."""
+    """Say where a result is furthest from what it must be; nothing where it is near enough."""
     tensor = tensor.cpu()
     wanted = pattern(tensor.numel()).mul_(expected.factor).add_(expected.offset)
     error = (tensor - wanted).abs_()

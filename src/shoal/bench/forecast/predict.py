@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NONE
-from shoal.bench.cost_model import (
+from shoal.bench.forecast.cost_model import (
     Method,
     ModelLink,
     ModelNetwork,
@@ -24,13 +24,14 @@ from shoal.bench.cost_model import (
     iteration_s,
     shaped_network,
 )
-from shoal.bench.scaling import EFFICIENCY, METRICS, MIXING, SPEED, ScalingConfig, options_for
+from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig, options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Curve, Report
-from shoal.report.schema import rows_of
+from shoal.report.schema import Scalar, rows_of
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits
+from shoal.report.units import counted, digits
 from shoal.report.views import Items
+from shoal.report.words import METRICS
 from shoal.strategies.registry import find
 
 # --- from a report to a forecast ---
@@ -77,6 +78,8 @@ class _ScalingFigures:
     """What was measured, and over which links."""
 
     def __init__(self, config: ScalingConfig, report: Report) -> None:
+        from shoal.models.registry import model_named
+
         self._config = config
         self._networks: dict[int, ModelNetwork] = {}
         self._measured = _iterations(report)
@@ -86,8 +89,12 @@ class _ScalingFigures:
                 "the report holds no images a second of workers that share nothing.",
                 next_step="run `shoal bench scaling --predict`.",
             )
-        self.size_bytes = _parameter_bytes(config)
-        self._mixings = _mixings(report)
+        entry = model_named(config.model).at(config.image_size, config.num_classes, config.sequence_length)
+        self.size_bytes = 4 * entry.num_parameters()
+        self._mixings = {
+            int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)
+        }
+        """By number of workers: the seconds of going through a model once, all at the same time."""
 
     def _mates(self, num_workers: int) -> int:
         """Workers that the strategies take for those of one machine."""
@@ -142,17 +149,14 @@ class _ScalingFigures:
 
     def network(self, num_workers: int) -> ModelNetwork:
         """The links that so many workers have between them, under the profile where there is one."""
-        if num_workers not in self._networks:
-            self._networks[num_workers] = self._make_network(num_workers)
-        return self._networks[num_workers]
-
-    def _make_network(self, num_workers: int) -> ModelNetwork:
-        config, inside = self._config, INSIDE[self._config.device]
-        mates = self._mates(num_workers)
+        config, inside, mates = self._config, INSIDE[self._config.device], self._mates(num_workers)
         if config.profile is None:
             return ModelNetwork(inside=inside, between=BETWEEN, workers_per_machine=mates)
-        num_peers = _MOST_PEERS * (1 if self._is_each_apart else mates)
-        return shaped_network(config.profile, inside, config.between, min(num_workers, num_peers), mates)
+        if num_workers not in self._networks:
+            num_peers = min(num_workers, _MOST_PEERS * (1 if self._is_each_apart else mates))
+            made = shaped_network(config.profile, inside, config.between, num_peers, mates)
+            self._networks[num_workers] = made
+        return self._networks[num_workers]
 
     def _shared(self, strategy: str) -> Seconds:
         """The measured iterations in which something was shared, and whose compute is known."""
@@ -166,7 +170,10 @@ class _ScalingFigures:
         alone_s = self._compute[batch_size, 1]
         points = []
         for size in self._sizes():
-            compute_s = self._compute_apart_s(batch_size, size)
+            # of a worker whose machine is filled as far as it can be: the most that was measured of that
+            mates = min(size, self._workers_per_machine)
+            known = [known for batch, known in self._compute if batch == batch_size and known <= mates]
+            compute_s = self._compute[batch_size, max(known)]
             try:
                 nominal_s = self._iteration_s(strategy, compute_s, size, Fitted())
                 predicted_s = self._iteration_s(strategy, compute_s, size, fitted)
@@ -192,12 +199,6 @@ class _ScalingFigures:
             sizes.append(mates)
             mates *= 2
         return sorted(dict.fromkeys([*sizes, *self._config.num_workers]))
-
-    def _compute_apart_s(self, batch_size: int, num_workers: int) -> float:
-        """Of a worker whose machine is filled as far as it can be: the most that was measured of that."""
-        mates = min(num_workers, self._workers_per_machine)
-        known = [size for batch, size in self._compute if batch == batch_size and size <= mates]
-        return self._compute[batch_size, max(known)]
 
     def _calibrate(self, strategy: str) -> Fitted:
         """Overhead; the link between machines, if several were measured; what grows with each doubling."""
@@ -287,18 +288,6 @@ def _compute(report: Report, none: Seconds) -> Seconds:
     return found
 
 
-def _mixings(report: Report) -> dict[int, float]:
-    """By number of workers: the seconds of going through a model once, all at the same time."""
-    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows_of(report, MIXING)}
-
-
-def _parameter_bytes(config: ScalingConfig) -> int:
-    from shoal.models.registry import model_named
-
-    entry = model_named(config.model)
-    return 4 * entry.at(config.image_size, config.num_classes, config.sequence_length).num_parameters()
-
-
 # --- how it is shown ---
 
 TOLERANCE = 0.15
@@ -325,7 +314,7 @@ class ForecastPoint(msgspec.Struct, frozen=True):
     efficiency: float
     """Against as many times what one worker does alone, as the others."""
     nominal_efficiency: float
-    """With nothing calibrated."""
+    """The efficiency with nothing calibrated."""
     measured_efficiency: float | None = None
 
 
@@ -356,17 +345,17 @@ class ProfileCheck(msgspec.Struct, frozen=True):
 
 
 class ForecastLinks(msgspec.Struct, frozen=True):
-    """Over which links it is predicted."""
+    """The links over which iterations are predicted."""
 
     network: ModelNetwork
     profile: str | None = None
     """That the links are of, where they are not assumed."""
     between: Literal["workers", "machines"] = "machines"
-    """Whose links they are."""
+    """Whether they are links of workers or of machines."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """All of it, with its inputs."""
+    """All that is predicted, with what it was predicted from."""
 
     model: str
     parameter_bytes: int
@@ -406,21 +395,15 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
             EFFICIENCY: [point.efficiency for point in lane.points],
         }
         for metric, along in values.items():
-            unit, direction = METRICS[metric]
-            curves.append(
-                Curve(
-                    key={"strategy": lane.strategy, "batch_size": lane.batch_size},
-                    metric=metric,
-                    unit=unit,
-                    direction=direction,
-                    starts=[{"num_workers": sizes, "value": along}],
-                )
-            )
+            _, unit, direction = METRICS[metric]
+            key: dict[str, Scalar] = {"strategy": lane.strategy, "batch_size": lane.batch_size}
+            starts = [{"num_workers": sizes, "value": along}]
+            curves.append(Curve(key=key, metric=metric, unit=unit, direction=direction, starts=starts))
     return curves
 
 
 def forecast_result(forecast: Forecast) -> dict[str, Any]:
-    """For the RESULT line."""
+    """Say what is predicted for the RESULT line."""
     result: dict[str, Any] = {
         "parameter_bytes": forecast.parameter_bytes,
         "where": msgspec.to_builtins(forecast.where),
@@ -451,12 +434,11 @@ def _inputs(forecast: Forecast) -> list[str]:
     lines = [f"{forecast.model}, {forecast.parameter_bytes / 1e6:.1f} MB of parameters."]
     if where.between == "workers":
         return [*lines, f"Links between workers, by the profile {where.profile}: {between}."]
-    plural = "worker" if network.workers_per_machine == 1 else "workers"
     by_whom = "assumed" if where.profile is None else f"by the profile {where.profile}"
     inside = _link_text(network.inside)
     return [
         *lines,
-        f"Machines of {network.workers_per_machine} {plural}; links inside, assumed: {inside}.",
+        f"Machines of {counted(network.workers_per_machine, 'worker')}; links inside, assumed: {inside}.",
         f"Links between machines, {by_whom}: {between}.",
     ]
 
@@ -515,8 +497,8 @@ def _calibrations(forecast: Forecast) -> list[str]:
             )
             continue
         terms = fitted.terms
-        plural = "size" if fitted.num_sizes == 1 else "sizes"
-        text = f"{lane.strategy}: calibrated by {fitted.num_sizes} measured {plural}: "
+        sizes = counted(fitted.num_sizes, "measured size")
+        text = f"{lane.strategy}: calibrated by {sizes}: "
         text += f"{1e3 * terms.overhead_s:.2f} ms not hidden"
         text += f", {1e3 * terms.straggler_s:.2f} ms for each doubling" if terms.straggler_s else ""
         text += f", between machines {_link_text(fitted.between)}" if fitted.between else ""

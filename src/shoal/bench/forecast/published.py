@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.cost_model import (
+from shoal.bench.forecast.cost_model import (
     FORWARD_SHARE,
     Method,
     ModelLink,
@@ -95,12 +95,12 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def work_at(batch_size: int) -> Work:
-    """Of one GPU; half a batch takes half the time, for the page does not say."""
+    """Describe the work of one GPU; half a batch takes half the time, for the page does not say."""
     return Work(batch_size / IMAGES_PER_S_ALONE, PARAMETER_BYTES)
 
 
 def method_at(name: str, batch_size: int) -> Method:
-    """As the page's benchmark ran it: adapt-while-combine, inner-outer exponential neighbours."""
+    """Describe a method as the page ran it: adapt-while-combine, inner-outer exponential neighbours."""
     if name == HOROVOD:
         work = work_at(batch_size)
         backward_s = work.compute_s - work.forward_s
@@ -117,7 +117,7 @@ def method_at(name: str, batch_size: int) -> Method:
 
 @lru_cache(maxsize=1)
 def calibrate() -> Calibrated:
-    """From the bars of `CALIBRATED_ON` at batch 64 alone."""
+    """Fit the model to the bars of `CALIBRATED_ON` at batch 64 alone."""
     work = work_at(BATCH)
     horovod = method_at(HOROVOD, BATCH)
 
@@ -204,7 +204,8 @@ def published_items() -> Items:
         cells_at = (f"{published:.2f}", f"{predicted:.2f}", f"{predicted / published - 1:+.0%}")
         half.rows.append((name, str(size), *cells_at))
     items.append(half)
-    worst = max((bar for bar in bars() if _counts(bar)), key=lambda bar: abs(bar.points))
+    held_out = [bar for bar in bars() if bar.is_held_out and bar.batch_size == BATCH]
+    worst = max(held_out, key=lambda bar: abs(bar.points))
     items.append(
         f"At {worst.num_workers} GPUs {worst.method} is off most of the bars held out at batch 64: by "
         f"{100 * worst.points:+.1f} points, of {100 * TOLERANCE:.0f} allowed."
@@ -213,9 +214,9 @@ def published_items() -> Items:
 
 
 def published_result() -> dict[str, Any]:
-    """For the RESULT line."""
+    """Say the same for the RESULT line."""
     found = calibrate()
-    held_out = [bar for bar in bars() if _counts(bar)]
+    held_out = [bar for bar in bars() if bar.is_held_out and bar.batch_size == BATCH]
     worst = max(abs(bar.points) for bar in held_out)
     return {
         "held_out_within_points": round(100 * worst, 1),
@@ -266,11 +267,6 @@ def _inputs(found: Calibrated) -> Table:
 
 def _link_text(link: ModelLink) -> str:
     return f"{digits(link.bytes_per_s / _GBIT)} Gb/s, {1e6 * link.latency_s:.0f} µs"
-
-
-def _counts(bar: Bar) -> bool:
-    """Whether the tolerance is meant for it."""
-    return bar.is_held_out and bar.batch_size == BATCH
 
 
 def _link(seconds_per_byte: float, latency_s: float) -> ModelLink:

@@ -46,9 +46,9 @@ class ModelNetwork(msgspec.Struct, frozen=True, kw_only=True):
     """Machines of equally many workers, and the two classes of links."""
 
     inside: ModelLink
-    """Between workers of one machine."""
+    """The links between workers of one machine."""
     between: ModelLink
-    """Between machines: the line of each to all others."""
+    """The line of each machine to all others."""
     workers_per_machine: int
     line_of: Line = "machine"
 
@@ -80,7 +80,7 @@ class Work(msgspec.Struct, frozen=True):
     """What a worker does in one iteration, and what it has to share."""
 
     compute_s: float
-    """Forward, backward and step together."""
+    """The seconds of forward, backward and step together."""
     size_bytes: float
     """Of the parameters, as many as of the gradients."""
     mix_s: float = 0.0
@@ -185,7 +185,13 @@ def _turns_s(work: Work, method: Method, network: ModelNetwork, num_workers: int
         return [_messages_s(turn, work, network) for turn in traffic_of(method.topology, num_workers, mates)]
     num_machines = network.num_machines(num_workers)
     if method.speaks == "worker":
-        spoken = _all_to_all(traffic_of(method.topology, num_machines, 1), mates)
+        # each worker speaks to all of its own machine and of the neighbours
+        spoken = [
+            ModelTurn(
+                mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine
+            )
+            for turn in traffic_of(method.topology, num_machines, 1)
+        ]
         return [_messages_s(turn, work, network) for turn in spoken]
     mean_s = ring_s(work.size_bytes, mates, network.inside)
     if num_machines == 1:
@@ -202,11 +208,11 @@ class ModelTurn(msgspec.Struct, frozen=True):
     inside: int
     """The most that one of them sends inside."""
     crossing: int
-    """To other machines, all together."""
+    """How many all of them together send to other machines."""
     by_worker: int
-    """To other machines, the most that one sends."""
+    """The most that one of them sends to other machines."""
     to_machine: int
-    """To one other machine, the most that one sends."""
+    """The most that one of them sends to one other machine."""
 
 
 @lru_cache(maxsize=256)
@@ -228,14 +234,6 @@ def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tup
         counts = [len(peers) for peers in crossing]
         turns.append(ModelTurn(max(inside), sum(counts), max(counts), max(to_machine, default=0)))
     return tuple(turns)
-
-
-def _all_to_all(turns: tuple[ModelTurn, ...], mates: int) -> list[ModelTurn]:
-    """Turns of machines in which each worker speaks to all of its own machine and of the neighbours."""
-    return [
-        ModelTurn(mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine)
-        for turn in turns
-    ]
 
 
 def _messages_s(turn: ModelTurn, work: Work, network: ModelNetwork) -> float:
@@ -267,7 +265,7 @@ def shaped_network(
     num_workers: int,
     workers_per_machine: int,
 ) -> ModelNetwork:
-    """As so many workers see it; `inside` is what the profile leaves alone."""
+    """Describe a profile as so many workers see it; `inside` is what the profile leaves alone."""
     if not isinstance(profile, Profile):
         profile = Profile.load(profile)
     if between == "workers":
@@ -314,7 +312,7 @@ def _line_of(
 
 Vector = npt.NDArray[np.float64]
 Model = Callable[[Sequence[float]], Sequence[float]]
-"""From parameters to predictions."""
+"""Maps parameters to what the model predicts with them."""
 
 _ROUNDS = 60
 _NUDGE = 1e-4

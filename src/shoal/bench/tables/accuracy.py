@@ -21,7 +21,7 @@ from shoal.report import Report
 from shoal.report.schema import with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
@@ -42,7 +42,7 @@ class AccuracyOutcome:
 
 
 def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
-    """By split and contender, in the order of the report."""
+    """Collect the figures by split and contender, in the order of the report."""
     outcomes: dict[str, dict[str, AccuracyOutcome]] = {}
     for row in report.rows:
         if "contender" in row.key:
@@ -63,7 +63,7 @@ def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
 
 
 def changes_of(report: Report) -> dict[str, dict[str, list[float]]]:
-    """By split and contender: what its trick changed in final accuracy, start by start, in points."""
+    """Say what each trick changed in final accuracy, start by start, in points, by split and contender."""
     changes: dict[str, dict[str, list[float]]] = {}
     for split, named in outcomes_of(report).items():
         samples = {name: outcome.samples.get(FINAL, []) for name, outcome in named.items()}
@@ -173,13 +173,11 @@ def accuracy_items(report: Report) -> Items:
 
 def _conditions(report: Report) -> list[str]:
     config = report.config
-    num_workers, num_seeds = config.get("num_workers", 0), len(report.seeds)
-    plural = "" if num_seeds == 1 else "s"
+    num_workers, seeds = config.get("num_workers", 0), counted(len(report.seeds), "seed")
     what = f"{config.get('task')}, {config.get('model')}, {num_workers} workers"
-    what += f" on {config.get('device', 'cpu')}"
-    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {num_seeds} seed{plural}"
+    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {seeds}"
     lines = [
-        f"{what}, {how_long}.",
+        f"{what} on {config.get('device', 'cpu')}, {how_long}.",
         f"SGD, lr {config.get('learning_rate')}, momentum {config.get('momentum')}: the same for all.",
         "Accuracy is that of the mean of all models on examples for tests; ± is the seeds' deviation.",
     ]

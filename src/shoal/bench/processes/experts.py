@@ -241,7 +241,7 @@ class _Group:
 
 
 class _Client:
-    """One of them."""
+    """One client, with a connection and a thread of its own."""
 
     def __init__(self, number: int, share: _Share, loop: LoopThread, closing: contextlib.ExitStack) -> None:
         config = share.config
@@ -272,7 +272,7 @@ class _Client:
         await self._echo_once(self._frames(), deadline)
 
     async def echo(self) -> Tally:
-        """As many calls, of as many bytes, as `use_experts` makes; on the loop itself."""
+        """Make as many calls, of as many bytes, as `use_experts` does; on the loop itself."""
         tally, frames = Tally(), self._frames()
         num_ways = 2 if self._config.backward else 1
         for _ in range(self._config.num_batches_per_client):

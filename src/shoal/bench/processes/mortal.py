@@ -83,7 +83,7 @@ class MortalNetwork(SocketNetwork):
 
 
 class Graveyard:
-    """Where peers listened that are dead."""
+    """The addresses at which peers listened that are dead."""
 
     def __init__(self) -> None:
         self._addresses: set[tuple[Any, ...]] = set()
@@ -101,8 +101,8 @@ class TappedNetwork:
 
     def __init__(self, inner: Network, graveyard: Graveyard) -> None:
         self.num_to_dead = 0
+        self.graveyard = graveyard
         self._inner = inner
-        self._graveyard = graveyard
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -110,27 +110,14 @@ class TappedNetwork:
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
-        """As the other network's; what is sent is looked at."""
-        return await self._inner.open_datagrams(address, _Between(protocol, self))
+        """Open datagrams as the other network does, and look at what is sent."""
+        begin = protocol.connection_made
 
-    def on_send(self, where: tuple[Any, ...]) -> None:
-        """A datagram is on its way there."""
-        if where in self._graveyard:
-            self.num_to_dead += 1
+        def begin_tapped(transport: asyncio.BaseTransport) -> None:
+            begin(cast("asyncio.DatagramTransport", _Carrier(transport, self)))
 
-
-class _Between(asyncio.DatagramProtocol):
-    """Stands between a socket and its protocol, which gets everything at once but the socket itself."""
-
-    def __init__(self, protocol: asyncio.DatagramProtocol, tap: TappedNetwork) -> None:
-        self._protocol = protocol
-        self._tap = tap
-        heard = "datagram_received error_received pause_writing resume_writing connection_lost"
-        for name in heard.split():
-            setattr(self, name, getattr(protocol, name))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(cast("asyncio.DatagramTransport", _Carrier(transport, self._tap)))
+        protocol.connection_made = begin_tapped  # type: ignore[method-assign]
+        return await self._inner.open_datagrams(address, protocol)
 
 
 class _Carrier:
@@ -144,5 +131,5 @@ class _Carrier:
         return getattr(self._carrier, name)
 
     def sendto(self, data: Buffer, addr: Any = None) -> None:
-        self._tap.on_send(addr)
+        self._tap.num_to_dead += addr in self._tap.graveyard
         self._carrier.sendto(data, addr)

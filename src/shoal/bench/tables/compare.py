@@ -21,18 +21,17 @@ from shoal.bench.compare import (
     SENT,
     STEPS,
     CompareConfig,
-    final_of,
     read_config,
+    score_of,
     shown_score,
     shown_target,
     with_rates,
-    worst_of,
 )
 from shoal.report import Report
 from shoal.report.schema import label_of, with_failed
 from shoal.report.statistics import MIN_SEEDS
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
@@ -81,7 +80,7 @@ class ContestOutcome:
 
 
 def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
-    """By contender, in the order of the contest."""
+    """Collect the figures by contender, in the order of the contest."""
     config = read_config(report.config)
     outcomes = {contender.name: ContestOutcome(len(config.seeds)) for contender in config.contenders}
     for row in report.rows:
@@ -124,7 +123,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
         "ranking": {name: ranking(outcomes, metric) for metric, (name, _) in RANKED.items()},
         "learning_rate": {name: outcome.rate for name, outcome in outcomes.items()},
     }
-    for metric in (final_of(facts), worst_of(facts), *_MEANS):
+    for metric in (score_of(facts, "final"), score_of(facts, "worst_final"), *_MEANS):
         result[metric] = {
             name: float(f"{outcome.mean(metric):.9g}")
             for name, outcome in outcomes.items()
@@ -159,7 +158,7 @@ def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> li
     ]
     if not sentences:
         sentences.append(f"Nobody reached {target} with every seed.")
-    final = final_of(facts)
+    final = score_of(facts, "final")
     whole = {name: outcome.samples[final] for name, outcome in outcomes.items() if outcome.is_whole(final)}
     if whole:
         sentences.append(
@@ -211,7 +210,7 @@ def conditions(config: CompareConfig) -> list[str]:
         f"{config.task}: {facts.description}.",
         f"{where}; split {config.split}.",
         f"A step costs a worker {_cost(world)}.",
-        f"{seeds_of(config)}; {how_long}; SGD with momentum {config.momentum:g}.",
+        f"{counted(len(config.seeds), 'seed')}; {how_long}; SGD with momentum {config.momentum:g}.",
         "Equal for all with one seed: first weights, division of data, batches, links, number of steps.",
     ]
     rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
@@ -236,11 +235,6 @@ def _cost(world: World) -> str:
     return ", ".join([text, *slow]) + faults
 
 
-def seeds_of(config: CompareConfig) -> str:
-    """How many seeds there are, in words."""
-    return f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
-
-
 def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> Table:
     facts = facts_of(config.task)
     target = shown_target(facts, config.target)
@@ -253,8 +247,8 @@ def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
         rate = "-" if outcome.rate is None else _rate(config, outcome.rate)
         cells = (
             rate,
-            _spread(facts, outcome.samples.get(final_of(facts), [])),
-            _spread(facts, outcome.samples.get(worst_of(facts), [])),
+            _spread(facts, outcome.samples.get(score_of(facts, "final"), [])),
+            _spread(facts, outcome.samples.get(score_of(facts, "worst_final"), [])),
             *(_to_target(outcome, metric, unit).removesuffix(" s") for metric, (_, unit) in RANKED.items()),
             digits(outcome.mean(DISTANCE), 2) if DISTANCE in outcome.samples else "-",
         )
@@ -269,7 +263,11 @@ def _ranking_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
     columns: list[Column] = [Column("")]
     for name, _ in RANKED.values():
         columns += [Column(f"by {name}", "left", wraps=True), Column("")]
-    few = f" ({seeds_of(config)}: others may change the order)" if len(config.seeds) < MIN_SEEDS else ""
+    few = (
+        f" ({counted(len(config.seeds), 'seed')}: others may change the order)"
+        if len(config.seeds) < MIN_SEEDS
+        else ""
+    )
     table = Table(f"Who reached {target} with every seed, and what it took on average{few}", tuple(columns))
     for place in range(max(map(len, orders.values()))):
         cells = [str(place + 1)]
@@ -299,7 +297,7 @@ def latex_of(report: Report) -> str:
     facts = facts_of(config.task)
     first = ranking(outcomes, SECONDS)
     names = [*first, *(name for name in outcomes if name not in first)]
-    is_share = facts.score == "accuracy"
+    percent = ("%", 100.0) if facts.score == "accuracy" else ("", 1.0)
     target = shown_target(facts, config.target)
 
     def column(head: str, metric: str, unit: str = "", factor: float = 1.0) -> LatexColumn:
@@ -313,8 +311,8 @@ def latex_of(report: Report) -> str:
         return LatexColumn(head, unit, direction, samples)
 
     columns = [
-        column(facts.score, final_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
-        column("worst worker", worst_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
+        column(facts.score, score_of(facts, "final"), *percent),
+        column("worst worker", score_of(facts, "worst_final"), *percent),
         column("time", SECONDS, "s"),
         column("traffic", BYTES, "B"),
         column("steps", STEPS),
@@ -323,7 +321,7 @@ def latex_of(report: Report) -> str:
     caption = (
         f"{config.task}, {config.world.num_workers} workers, {network} network, split {config.split}: "
         f"{facts.score} after {config.steps} steps, and time, traffic and steps to {target}. "
-        f"Mean ± standard deviation over {seeds_of(config)}."
+        f"Mean ± standard deviation over {counted(len(config.seeds), 'seed')}."
     )
     return latex_table(names, columns, caption, f"tab:{config.task}")
 

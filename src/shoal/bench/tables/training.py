@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of, workers_text
+from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of
 from shoal.bench.training import (
     FRACTION,
     ITERATION,
@@ -26,7 +26,7 @@ from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import MIN_TIMED_STARTS, PERCENTILES, percentiles, start_medians
 from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
+from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
 from shoal.strategies.registry import canonical
 
@@ -140,7 +140,7 @@ def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
 
 
 def waits_of(report: Report) -> dict[str, Waits]:
-    """By strategy: how long each worker waited for each other one, in all blocks."""
+    """Sum up how long each worker waited for each other one in all blocks, by strategy."""
     waits: dict[str, Waits] = {}
     for row in rows_of(report, WAITED):
         who, whom = int(row.key["rank"]), int(row.key["waited_for"])
@@ -149,7 +149,7 @@ def waits_of(report: Report) -> dict[str, Waits]:
 
 
 def interval_of(row: Row) -> list[float] | None:
-    """Where the median of a row lies, at 95 %."""
+    """Say where the median of a row lies, at 95 %."""
     interval = median_interval(row.samples)
     return None if interval is None else [round(end, 4) for end in interval]
 
@@ -188,7 +188,7 @@ def _rounded(row: Row) -> list[float]:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Where the median of what was sampled lies, at least this surely, whatever its distribution.
+    """Say where the median of what was sampled lies, at least this surely, whatever its distribution.
 
     Between two order statistics, by the binomial distribution; None where there are too few samples for any
     two to be far enough apart (5 at 95 %).
@@ -255,15 +255,6 @@ def training_items(report: Report) -> Items:
     return [*items, *figures, ""] if figures else items
 
 
-def title_of(report: Report) -> str:
-    """What was trained, by how many, on what."""
-    config = report.config
-    workers = workers_text(config.get("num_workers"))
-    where = config.get("device", "cpu")
-    what = f"{config.get('model')}{inputs_text(config)}"
-    return f"{what}, {workers} on {where}, batch {config.get('batch_size')} each"
-
-
 def _strategies(report: Report) -> Table:
     speeds, fractions = by_strategy(report, SPEED), by_strategy(report, FRACTION)
     own, times = by_rank(report, OWN_FRACTION), by_rank(report, ITERATION)
@@ -271,7 +262,10 @@ def _strategies(report: Report) -> Table:
     heads = (unit, "of ceiling", "95 % interval", "iteration", "p95")
     ranks = _ranks(own)
     columns = (*map(Column, heads), *(Column(f"rank {rank}") for rank in ranks))
-    table = Table(title_of(report), (Column("strategy", "left"), *columns))
+    config = report.config
+    what = f"{config.get('model')}{inputs_text(config)}, {counted(config.get('num_workers', 0), 'worker')}"
+    title = f"{what} on {config.get('device', 'cpu')}, batch {config.get('batch_size')} each"
+    table = Table(title, (Column("strategy", "left"), *columns))
     errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
     quantiles = {name: percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
     scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
@@ -307,7 +301,8 @@ def _speeds(report: Report) -> Table:
         if not ranks:
             ordered = sorted(rows.values(), key=lambda row: statistics.fmean(row.samples))
             shown = [ordered[0], ordered[-1]]
-        table.rows.append((name, *(_plus_minus(row, factor) for row in (totals[name], *shown))))
+        spreads = [Spread.of([factor * sample for sample in row.samples]) for row in (totals[name], *shown)]
+        table.rows.append((name, *(f"{spread.mean:,.1f} ± {spread.error:,.1f}" for spread in spreads)))
     return table
 
 
@@ -356,11 +351,6 @@ def _ranks(by_name: dict[str, dict[int, Row]] | dict[str, dict[int, None]]) -> l
     return ranks if len(ranks) <= MAX_RANKS else []
 
 
-def _plus_minus(row: Row, factor: int) -> str:
-    speed = Spread.of([factor * sample for sample in row.samples])
-    return f"{speed.mean:,.1f} ± {speed.error:,.1f}"
-
-
 # --- KungFu's words ---
 
 
@@ -375,7 +365,7 @@ def becomes_text(name: str) -> str:
 
 
 def figure_lines(report: Report) -> list[str]:
-    """For each strategy one: the first worker's speed, the error of 1.96 deviations, and what ran."""
+    """Write a line for each strategy: the first worker's speed, its error (1.96 deviations), and what ran."""
     lines = []
     for row in report.rows:
         if row.metric != OWN_SPEED or row.key.get("rank") != 0 or not row.starts:
@@ -390,6 +380,8 @@ def figure_lines(report: Report) -> list[str]:
 
 def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
     """By the names that KungFu's line has."""
+    own = canonical(strategy)
+    optimizer = next((name for name, ours in OPTIMIZERS.items() if ours == own), None)
     return {
         "framework": "shoal",
         "np": config.get("num_workers"),
@@ -397,15 +389,9 @@ def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
         "bs": config.get("batch_size"),
         "model": config.get("model"),
         "xla": False,
-        "kf-opt": config.get("kungfu") or _optimizer_of(strategy),
+        "kf-opt": config.get("kungfu") or optimizer,
         "fuse": True,
         "nvlink": None,
         "data": "synthetic",
         **({} if tokens_of(config) is None else {"unit": "tokens/s"}),
     }
-
-
-def _optimizer_of(strategy: str) -> str | None:
-    """What KungFu calls a strategy, where it has it."""
-    own = canonical(strategy)
-    return next((name for name, ours in OPTIMIZERS.items() if ours == own), None)

@@ -15,7 +15,15 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shoal.bench.workers import BenchPlace, Helper, LocalWorkers, Parent, WorkerSettings, one_line
+from shoal.bench.workers import (
+    BenchPlace,
+    LocalWorkers,
+    Parent,
+    WorkerSettings,
+    one_line,
+    server_place,
+    start_servers,
+)
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
@@ -39,7 +47,7 @@ class RealContest:
     """Processes that do one job after another; a context manager. Started by the first job."""
 
     def __init__(self, num_workers: int) -> None:
-        settings = WorkerSettings("shoal.bench.compare_workers:work", num_workers, answer_s=_ANSWER_S)
+        settings = WorkerSettings("shoal.bench.processes.compare:RealWorker", num_workers, answer_s=_ANSWER_S)
         self._num_workers = num_workers
         self._stack = contextlib.ExitStack()
         self._crew = self._stack.enter_context(LocalWorkers(settings))
@@ -52,7 +60,7 @@ class RealContest:
         self._stack.__exit__(*error)
 
     def run(self, job: TrainingJob, world: World) -> CourseRecord:
-        """As `simulate.contest.run_job`, in real seconds; a job whose workers fail is a record with an error.
+        """Run a job in real seconds, as `simulate.contest.run_job` does; one whose workers fail has an error.
 
         UsageError for what real workers cannot be given.
         """
@@ -71,9 +79,9 @@ class RealContest:
         plain = trial.plain()
         if not self._crew.is_running:
             self._crew.ask("ready", trial=plain)
-        for server in range(trial.world.num_servers):
-            role = {"trial": plain, "server": server}
-            self._crew.start_helper(Helper("shoal.bench.compare_workers:serve_job", f"server {server}", role))
+        start_servers(
+            self._crew, "shoal.bench.processes.compare:serve_job", trial.world.num_servers, trial=plain
+        )
         return self._crew.ask("train", trial=plain)
 
     def _check(self, job: TrainingJob, world: World) -> None:
@@ -124,7 +132,7 @@ class RealTrial(Trial, frozen=True, kw_only=True):
 
     @property
     def group_name(self) -> str:
-        """Of the group that it opens."""
+        """The name of the group that its workers open."""
         return f"contest-{self.number}"
 
     def file_of_server(self, folder: str, server: int) -> Path:
@@ -144,16 +152,11 @@ class StoredLog(msgspec.Struct, frozen=True):
     file: str
 
 
-def work(place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> RealWorker:
-    """Train what is ordered."""
-    place.set_up_process()
-    return RealWorker(place)
-
-
 class RealWorker:
     """One worker of a contest; its methods are the orders."""
 
-    def __init__(self, place: BenchPlace) -> None:
+    def __init__(self, place: BenchPlace, arguments: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        place.set_up_process()
         self._place = place
 
     def ready(self, trial: dict[str, Any]) -> None:
@@ -166,10 +169,9 @@ class RealWorker:
         """Do one job, from the opening of its group to its end."""
         place, given = self._place, RealTrial.read(trial)
         name, world = given.group_name, given.world
-        if world.num_servers:
-            opened = place.open_with_servers(name, world.num_servers)
-        else:
-            opened = place.open_group(name, workers_per_machine=world.workers_per_machine)
+        opened = place.open_group(
+            name, workers_per_machine=world.workers_per_machine, num_servers=world.num_servers
+        )
         trainer = Trainer(make_task(given.job), place.rank)
         with opened:
             group = shaped(opened, world)
@@ -180,17 +182,15 @@ class RealWorker:
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
-    place = msgspec.convert(arguments["place"], BenchPlace)
-    place.set_up_process()
-    trial = RealTrial.read(arguments["arguments"]["trial"])
-    server = int(arguments["arguments"]["server"])
-    with place.open_with_servers(trial.group_name, trial.world.num_servers, server) as group:
+    place, role = server_place(arguments)
+    trial = RealTrial.read(role["trial"])
+    with place.open_with_servers(trial.group_name, trial.world.num_servers, role["server"]) as group:
         staleness = serve(make_task(trial.job), shaped(group, trial.world))
-        write_atomically(trial.file_of_server(place.folder, server), msgspec.json.encode(staleness))
+        write_atomically(trial.file_of_server(place.folder, role["server"]), msgspec.json.encode(staleness))
 
 
 def shaped(group: Group, world: World) -> Shaped:
-    """As slow as the world's links; servers are called `server:0`, …, as they are there."""
+    """Make a group as slow as the world's links; servers are called `server:0`, …, as they are there."""
     slow = Shaped(group, world.profile, between=world.between, seed=world.seed)
     if group.everybody is not None:
         profile = _with_servers(world)
@@ -209,11 +209,11 @@ class Pace:
         self._due_s = 0.0
 
     def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """While the block lasts; begun before a strategy is attached, so that it comes first."""
+        """Pace the model while the block lasts; begun before a strategy is attached, to come first."""
         return charged(model, self._costs, self._forward_share, self)
 
     def begin(self, seconds: float) -> None:
-        """From now on, whatever is really computed meanwhile."""
+        """Forward is due so long from now, whatever is really computed meanwhile."""
         self._due_s = self._sleeper.clock.now_s() + seconds
 
     def end_forward(self) -> None:
