@@ -90,7 +90,7 @@ def details(network: str, split: str, report: Report) -> Iterator[str]:
     config, outcomes = read_config(report.config), outcomes_of(report)
     final = final_of(facts_of(config.task))
     first = ranking(outcomes, SECONDS)
-    yield f"### {NETWORKS[network].capitalize()}, data divided {SPLITS[split]}"
+    yield f"### {NETWORKS[network][0].upper()}{NETWORKS[network][1:]}, data divided {SPLITS[split]}"
     yield ""
     yield f"`{' '.join(command(network, split))}`"
     yield ""

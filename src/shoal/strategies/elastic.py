@@ -31,8 +31,9 @@ from shoal.data.course import merge
 from shoal.data.kept import kept_loaders
 from shoal.group import share
 from shoal.group.elastic import ElasticGroup
-from shoal.strategies.averaging import has_mean, packed_on_devices
-from shoal.strategies.start import take_state
+from shoal.group.states import take_state
+from shoal.strategies.averaging import has_mean
+from shoal.tensors.buckets import packed_on_devices
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
 
 if TYPE_CHECKING:
