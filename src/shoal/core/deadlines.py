@@ -122,9 +122,13 @@ class AdaptiveDeadline:
             likely_s = max(statistics.median(self._bulk_waits_s), self._transfer_s(size_bytes))
             base_s = max(self._floor_s, 3 * likely_s)
         else:
-            median_s, mad_s = self._center or self._find_center()
             # three medians at least: the MAD of a few equal waits is zero
-            base_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
+            most_times = max(3.0, 1.0 + self._k)
+            if self._center is None and most_times * max(self._waits_s) <= self._floor_s:
+                base_s = self._floor_s  # whatever the center is: no median is above the longest wait
+            else:
+                median_s, mad_s = self._center or self._find_center()
+                base_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
             if size_bytes and self._bytes_per_s:
                 base_s += 3 * self._transfer_s(size_bytes)
             elif size_bytes >= _BULK_BYTES:

@@ -18,11 +18,13 @@ ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector register: kernels give equal bits only on equally aligned data."""
 _POOLED_FROM_BYTES = 64 << 10  # below this malloc is as fast as the pool
 _SLAB_BYTES = 64 << 10
-_SLAB_ITEM_BYTES = 2 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
+_SLAB_ITEM_BYTES = 8 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
 
 
 def byte_view(buffer: Buffer) -> memoryview:
     """A flat view of a C-contiguous buffer's bytes, without a copy; BufferError or TypeError otherwise."""
+    if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
+        return buffer
     view = memoryview(buffer)
     if type(buffer) is bytes or type(buffer) is bytearray:
         return view

@@ -56,8 +56,11 @@ class Reply(msgspec.Struct):
 EMPTY_REPLY = Reply()
 """The answer of a handler that returns None."""
 
-Allocate = Callable[[Head], "Sequence[Buffer]"]
-"""Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
+Allocate = Callable[[Head], "Sequence[Buffer] | None"]
+"""Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size.
+
+None leaves it to the transport; what raises refuses the message before its buffers arrive.
+"""
 
 Target = Peer | Address
 """Whom to ask: a peer, whose id is checked where it has one, or whoever is at an address."""
@@ -167,6 +170,9 @@ class Route:
     allocate: Allocate | None
     decoder: msgspec.msgpack.Decoder[Any] | None
     is_plain_function: bool
+    is_allocating_late: bool = False
+    """Whether a plain function takes buffers that came along with their request in any memory: then
+    `allocate` is only asked for those that are still to come."""
 
 
 class Routes:
@@ -175,9 +181,18 @@ class Routes:
     def __init__(self) -> None:
         self._routes: dict[str, Route] = {}
 
-    def add(self, method: str, serve: Serve, allocate: Allocate | None, payload_type: Any) -> None:
-        """Register a handler of calls."""
-        self._add(method, Route(serve, None, allocate, _decoder(payload_type), not _is_async(serve)))
+    def add(
+        self,
+        method: str,
+        serve: Serve,
+        allocate: Allocate | None,
+        payload_type: Any,
+        *,
+        is_allocating_late: bool = False,
+    ) -> None:
+        """Register a handler of calls; see `Route`."""
+        decoder, is_plain = _decoder(payload_type), not _is_async(serve)
+        self._add(method, Route(serve, None, allocate, decoder, is_plain, is_allocating_late))
 
     def add_channel(self, method: str, serve: ServeChannel, payload_type: Any) -> None:
         """Register a handler of channels."""
@@ -249,9 +264,8 @@ def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview
 
 def memory_for(head: Head, given: Into, pool: BufferPool) -> list[memoryview]:
     """Memory for a message's buffers: what was given for it, or the pool's."""
-    if given is None:
-        return pool.allocate_all(head.sizes)
-    return fitting_views(given(head) if callable(given) else given, head.sizes)
+    memory = given(head) if callable(given) else given
+    return pool.allocate_all(head.sizes) if memory is None else fitting_views(memory, head.sizes)
 
 
 def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> list[memoryview]:
