@@ -46,10 +46,14 @@ class KnownServer:
         with self._lock:
             return self._deadlines[method].timeout_s(size_bytes)
 
-    def begin(self) -> None:
-        """A call to it begins; whoever says so says `end` afterwards."""
+    def begin(self, method: str, size_bytes: int) -> float:
+        """A call to it begins; whoever says so says `end` afterwards.
+
+        Returns its `timeout_s`.
+        """
         with self._lock:
             self.num_in_flight += 1
+            return self._deadlines[method].timeout_s(size_bytes)
 
     def end(self) -> None:
         """A call to it has ended, whatever became of it."""

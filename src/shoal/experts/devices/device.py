@@ -6,7 +6,6 @@ the processor itself: received memory is the module's input, its output is what 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from shoal.experts.expert import Expert
 from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import from_wire, make_wire_codec, to_wire
+from shoal.tensors.codecs.base import PLAIN
 from shoal.transport.messages import Head
 
 T = TypeVar("T")
@@ -68,12 +68,6 @@ class Device(ABC):
         """Run what touches experts: after all batches so far, before all further ones."""
         return work()
 
-    def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """The numbers that experts compute with."""
-        if self._settings.precision == "bf16":
-            return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
     def compute(
         self,
         expert: Expert,
@@ -86,10 +80,22 @@ class Device(ABC):
 
         Of a backward, `jobs` are those that the batch consists of.
         """
-        with self.precision():
-            if kind is JobKind.FORWARD:
-                return expert.forward(inputs)
-            return expert.backward(inputs, grads, [job.request_id for job in jobs])
+        if self._settings.precision == "bf16":
+            with torch.autocast(self.torch_device.type, dtype=torch.bfloat16):
+                return self._run_expert(expert, kind, inputs, grads, jobs)
+        return self._run_expert(expert, kind, inputs, grads, jobs)
+
+    @staticmethod
+    def _run_expert(
+        expert: Expert,
+        kind: JobKind,
+        inputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        jobs: Sequence[Job],
+    ) -> Tensors:
+        if kind is JobKind.FORWARD:
+            return expert.forward(inputs)
+        return expert.backward(inputs, grads, [job.request_id for job in jobs])
 
 
 def received_tensors(job: Job) -> list[list[torch.Tensor]]:
@@ -100,7 +106,7 @@ def received_tensors(job: Job) -> list[list[torch.Tensor]]:
 def encoded(job: Job, tensors: Tensors) -> Outcome | Exception:
     """An answer as its client wants it."""
     try:
-        return to_wire(tensors, make_wire_codec(job.codec))
+        return to_wire(tensors, None if job.codec == PLAIN else make_wire_codec(job.codec))
     except Exception as error:  # noqa: BLE001 - memory may be short; the others of its batch have their answers
         return explained(error, job.expert)
 
@@ -212,9 +218,9 @@ _Loaded = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def _load(job: Job) -> _Loaded:
-    first, *others = received_tensors(job)
     if job.kind is JobKind.FORWARD:
-        return first, ()
+        return from_wire(*job.received[0]), ()  # type: ignore[return-value]
+    first, *others = received_tensors(job)
     return (others[0] if job.kept is None else job.kept), first
 
 

@@ -27,6 +27,7 @@ from shoal.core.scope import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta
+from shoal.tensors.codecs.base import PLAIN
 from shoal.transport.messages import Reply
 
 log = logging.getLogger(__name__)
@@ -45,54 +46,31 @@ class JobKind(enum.Enum):
     BACKWARD = "backward"
 
 
-class Job:
+class Job(msgspec.Struct, eq=False):
     """One request, from its arrival to its answer."""
 
-    __slots__ = (
-        "arrived_s",
-        "client",
-        "codec",
-        "deadline",
-        "expert",
-        "is_dropped",
-        "is_small",
-        "is_taken",
-        "keep_as",
-        "kept",
-        "kind",
-        "num_samples",
-        "received",
-        "request_id",
-        "turn",
-        "waited_s",
-        "waiters",
-    )
-
-    def __init__(
-        self, kind: JobKind, expert: Expert, num_samples: int, client: Hashable, deadline: Deadline
-    ) -> None:
-        self.kind = kind
-        self.expert = expert
-        self.num_samples = num_samples
-        self.client = client
-        self.deadline = deadline
-        self.received: tuple[tuple[Sequence[EncodedMeta], Sequence[Any]], ...] = ()
-        """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
-        self.kept: Sequence[Any] | None = None
-        """Of a backward: the inputs of its forward, on the device."""
-        self.keep_as = b""
-        """The id under which inputs are to be kept (forward), or are kept (backward)."""
-        self.request_id = b""
-        self.codec = ""
-        self.arrived_s = time.monotonic()
-        self.turn = 0
-        """Where it stands in line: see `JobQueue`."""
-        self.waited_s = 0.0
-        self.is_small = False
-        """Whether it may be computed where it arrived."""
-        self.is_taken = False
-        self.is_dropped = False
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
+    kind: JobKind
+    expert: Expert
+    num_samples: int
+    client: Hashable
+    deadline: Deadline
+    received: tuple[tuple[Sequence[EncodedMeta], Sequence[Any]], ...] = ()
+    """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
+    kept: Sequence[Any] | None = None
+    """Of a backward: the inputs of its forward, on the device."""
+    keep_as: bytes = b""
+    """The id under which inputs are to be kept (forward), or are kept (backward)."""
+    request_id: bytes = b""
+    codec: str = PLAIN
+    arrived_s: float = msgspec.field(default_factory=time.monotonic)
+    turn: int = 0
+    """Where it stands in line: see `JobQueue`."""
+    waited_s: float = 0.0
+    is_small: bool = False
+    """Whether it may be computed where it arrived."""
+    is_taken: bool = False
+    is_dropped: bool = False
+    waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
 
 class JobQueue:
