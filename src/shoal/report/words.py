@@ -92,6 +92,7 @@ _METRICS = {
     "backward_latency": "time of a backward call",
     "echo": "echo of a large buffer",
     "echo_samples_per_s": "samples in a second, echo without computing",
+    "raw_samples_per_s": "samples in a second, blocking sockets without a protocol",
     "failed_calls": "calls that failed",
     "failed_echoes": "echoes that failed",
     "forward_latency": "time of a forward call",
