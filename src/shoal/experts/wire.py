@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +18,7 @@ from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
 from shoal.tensors.codecs import CODECS, Codec, Encoded, codec_from_name, decode
 from shoal.tensors.codecs.base import PLAIN
 from shoal.tensors.dtypes import dtype_name, dtype_named
+from shoal.transport.memory import fill_from
 
 INFO = "expert.info"
 FORWARD = "expert.forward"
@@ -172,6 +173,45 @@ def fitting(
     except (_Unusual, TensorError, TypeError):  # TypeError: made by hand, of what cannot be a key
         return None
     return found if found.sizes == sizes else None
+
+
+def stacked(
+    parts: Sequence[tuple[Sequence[EncodedMeta], Sequence[Any]]], allocate: Callable[[int], memoryview]
+) -> list[torch.Tensor]:
+    """The samples of several messages one after another, each tensor in memory of its own.
+
+    For messages of one `fitting` schema: their bytes are copied, and torch is asked once for each tensor.
+    """
+    tensors = []
+    for index, (dtype, shape) in enumerate(_remembered_arrays(tuple(parts[0][0]))):
+        buffers = [buffers[index] for _, buffers in parts]
+        memory = allocate(sum(map(len, buffers)))
+        fill_from(memory, buffers)
+        tensors.append(torch.from_numpy(np.frombuffer(memory, dtype).reshape(-1, *shape[1:])))
+    return tensors
+
+
+def rows_of(
+    metas: Sequence[EncodedMeta | None], buffers: Sequence[memoryview], sizes: Sequence[int]
+) -> list[tuple[tuple[EncodedMeta | None, ...], list[memoryview]]]:
+    """The inverse: messages of so many samples each, over the buffers of plain, contiguous tensors."""
+    num_rows = sum(sizes)
+    row_bytes = [len(buffer) // num_rows if num_rows else 0 for buffer in buffers]
+    metas_of: dict[int, tuple[EncodedMeta | None, ...]] = {}
+    parts = []
+    start = 0
+    for size in sizes:
+        if size not in metas_of:
+            metas_of[size] = tuple([meta and _of_samples(meta, size) for meta in metas])
+        end = start + size
+        cut = [buffer[start * row : end * row] for buffer, row in zip(buffers, row_bytes, strict=True)]
+        parts.append((metas_of[size], cut))
+        start = end
+    return parts
+
+
+def _of_samples(meta: EncodedMeta, num_samples: int) -> EncodedMeta:
+    return EncodedMeta(PLAIN, TensorSpec(meta.spec.dtype, (num_samples, *meta.spec.shape[1:])))
 
 
 def check_sizes(metas: Sequence[EncodedMeta | None], sizes: Sequence[int]) -> None:

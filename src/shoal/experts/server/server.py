@@ -49,7 +49,7 @@ from shoal.experts.wire import (
     num_buffers,
     specs_of,
 )
-from shoal.tensors import EncodedMeta, codec_from_name
+from shoal.tensors import codec_from_name
 from shoal.tensors.codecs.base import PLAIN
 from shoal.transport import Endpoint, Head, Reply
 from shoal.transport.frames import INLINE_BYTES
@@ -183,7 +183,7 @@ class ExpertServer:
     def _check_forward(self, head: Head) -> tuple[Expert, int, bool]:
         """Refuse what is no request for an expert of this server, before its buffers are received.
 
-        Returns the expert, the number of samples, and whether there are few bytes, here and once decoded.
+        Returns the expert, the number of samples, and whether these are few bytes of plain tensors.
         """
         self._check_open()
         request: ForwardRequest = head.payload
@@ -194,7 +194,7 @@ class ExpertServer:
         num_samples = expert.schema.check_inputs(specs_of(request.inputs))
         self._check_batch(num_samples, request.codec)
         check_sizes(request.inputs, head.sizes)
-        return expert, num_samples, _is_small(head, request.inputs)
+        return expert, num_samples, False
 
     def _check_backward(self, head: Head) -> tuple[Expert, int, bool]:
         self._check_open()
@@ -210,7 +210,7 @@ class ExpertServer:
             raise TensorError(f"outputs for {num_samples} samples came with inputs for others")
         self._check_batch(num_samples, request.codec)
         check_sizes(metas, head.sizes)
-        return expert, num_samples, _is_small(head, metas)
+        return expert, num_samples, False
 
     def _check_batch(self, num_samples: int, codec: str) -> None:
         if not 0 <= num_samples <= self.settings.max_batch_size:
@@ -486,11 +486,6 @@ class InlineComputing:
         if seconds > _QUICK_S or not self._is_quick.get(key):  # else nothing can have changed
             # not their mean: threads that take turns make single ones seem slow
             self._is_quick[key] = sorted(latest_s)[len(latest_s) // 4] <= _QUICK_S
-
-
-def _is_small(head: Head, metas: Sequence[EncodedMeta]) -> bool:
-    """Whether a request is small, as it came and as it is: what is compressed may become large."""
-    return head.total_bytes <= _SMALL_BYTES and all(meta.codec == PLAIN for meta in metas)
 
 
 class ServerStatistics:
