@@ -148,8 +148,15 @@ class BufferPool:
 
     def copy_in(self, sizes_bytes: Sequence[int], body: memoryview) -> list[memoryview]:
         """New memory that holds the bytes of `body`, cut into buffers of these sizes."""
-        if len(sizes_bytes) == 1 and 0 < len(body) <= _SLAB_ITEM_BYTES:
-            view = self._from_slab(len(body))
+        size_bytes = len(body)
+        if len(sizes_bytes) == 1 and 0 < size_bytes <= _SLAB_ITEM_BYTES:
+            slab = self._slab
+            start = slab.next_start
+            if start + size_bytes <= _SLAB_BYTES:  # as `_from_slab`, for what is done most often
+                slab.next_start = (start + size_bytes + ALIGNMENT_BYTES - 1) & -ALIGNMENT_BYTES
+                view = slab.view[start : start + size_bytes]
+            else:
+                view = self._from_slab(size_bytes)
             view[:] = body
             return [view]
         views = self.allocate_all(sizes_bytes)

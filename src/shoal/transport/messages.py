@@ -22,7 +22,7 @@ from shoal.transport.memory import BufferPool, byte_view, fill
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 log = logging.getLogger(__name__)
-_CHANNEL = int(Mode.CHANNEL)
+_CALL, _CHANNEL = int(Mode.CALL), int(Mode.CHANNEL)
 _NEVER = Deadline.never()
 
 
@@ -214,13 +214,14 @@ class Routes:
                 f"this peer has no method {method[:100]!r}.{did_you_mean(method, self._routes)}",
                 next_step="check that both sides run the same version.",
             )
-        if (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL:
+        if route.serve is None if mode == _CALL else _is_other(mode, route):
             raise PeerRefused(
                 f"{method} is {'a channel' if route.serve is None else 'a call'}.",
                 next_step="use call() for calls, open_channel() for channels.",
             )
+        decoder = route.decoder
         try:
-            payload = decode_payload(request.payload, route.decoder)
+            payload = decode_payload(request.payload) if decoder is None else decoder.decode(request.payload)
         except UNREADABLE as error:
             raise PeerRefused(f"the payload of {method} is not what it takes: {error}.") from error
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
@@ -232,6 +233,11 @@ class Routes:
                 f"The method {method!r} has a handler already.", next_step="choose another name."
             )
         self._routes[method] = route
+
+
+def _is_other(mode: int, route: Route) -> bool:
+    """Whether a request is a channel where a call is answered, or the other way round, or nothing at all."""
+    return (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL
 
 
 def _decoder(payload_type: Any) -> msgspec.msgpack.Decoder[Any] | None:
@@ -280,7 +286,7 @@ def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> lis
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
     """The bytes of buffers that are to be sent or filled; UsageError when one of them has none."""
     try:
-        return [byte_view(buffer) for buffer in buffers]
+        return list(map(byte_view, buffers))
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(
             f"A buffer cannot be used: {error}.",

@@ -55,7 +55,6 @@ from shoal.experts.wire import (
     InfoRequest,
     fitting,
     from_wire,
-    is_usual,
     make_wire_codec,
     to_wire,
 )
@@ -162,7 +161,7 @@ class ExpertClient(BlockingBridge):
         """An expert at these servers; without any, at those that the DHT knows."""
         from shoal.experts.client.client import RemoteExpert
 
-        return RemoteExpert(self, uid, [_peer(peer) for peer in peers])
+        return RemoteExpert(self, uid, [self._servers.known_peer(_peer(peer)) for peer in peers])
 
     @property
     def dht(self) -> DHT:
@@ -583,8 +582,13 @@ async def _in_parts(
 
 
 def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they can be sent from their memory in a small call."""
-    return all(map(is_usual, tensors)) and sum([tensor.nbytes for tensor in tensors]) <= MAX_CALL_BYTES
+    """Whether they fit into a small call, and need not be fetched from another device for that."""
+    num_bytes = 0
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        num_bytes += tensor.nbytes
+    return num_bytes <= MAX_CALL_BYTES
 
 
 def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:

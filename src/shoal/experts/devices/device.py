@@ -6,6 +6,7 @@ the processor itself: received memory is the module's input, its output is what 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+_AS_THEY_ARE = contextlib.nullcontext()
 Results = list[tuple[Job, Outcome | Exception]]
 Tensors = Sequence[torch.Tensor | None]
 
@@ -81,22 +83,16 @@ class Device(ABC):
 
         Of a backward, `jobs` are those that the batch consists of.
         """
-        if self._settings.precision == "bf16":
-            with torch.autocast(self.torch_device.type, dtype=torch.bfloat16):
-                return self._run_expert(expert, kind, inputs, grads, jobs)
-        return self._run_expert(expert, kind, inputs, grads, jobs)
+        with self._precision():
+            if kind is JobKind.FORWARD:
+                return expert.forward(inputs)
+            return expert.backward(inputs, grads, [job.request_id for job in jobs])
 
-    @staticmethod
-    def _run_expert(
-        expert: Expert,
-        kind: JobKind,
-        inputs: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        jobs: Sequence[Job],
-    ) -> Tensors:
-        if kind is JobKind.FORWARD:
-            return expert.forward(inputs)
-        return expert.backward(inputs, grads, [job.request_id for job in jobs])
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The numbers that experts compute with."""
+        if self._settings.precision == "bf16":
+            return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
+        return _AS_THEY_ARE
 
 
 def received_tensors(job: Job) -> list[list[torch.Tensor]]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -307,8 +307,8 @@ class ExpertServer:
         finally:
             self._inline.end(job, time.perf_counter() - began_s)
         reply = self._reply(job, outcome)
-        if isinstance(reply, Exception):
-            raise reply
+        if type(reply) is not Reply:
+            raise cast("Exception", reply)
         if sum(map(len, reply.buffers)) > INLINE_BYTES:  # else it is copied, and on its way, at once
             with self._lock:
                 self._num_open += 1
@@ -405,15 +405,18 @@ class ExpertServer:
 
     def _reply(self, job: Job, outcome: Outcome | Exception) -> Reply | Exception:
         """Take note of what became of a job, and say it as its clients are told."""
-        is_failed = isinstance(outcome, Exception)
-        if job.kind is JobKind.BACKWARD:
-            self._applied.end(job, None if isinstance(outcome, Exception) else outcome)
-            if job.keep_as and not is_failed:
-                self.kept.drop(job.keep_as)
-        self.statistics.count(job, is_failed=is_failed)
         if isinstance(outcome, Exception):
+            if job.kind is JobKind.BACKWARD:
+                self._applied.end(job, None)
+            self.statistics.count(job, is_failed=True)
             return outcome
-        return Reply(Answer(outcome[0], job.waited_s), outcome[1])
+        if job.kind is JobKind.BACKWARD:
+            self._applied.end(job, outcome)
+            if job.keep_as:
+                self.kept.drop(job.keep_as)
+        self.statistics.count(job, is_failed=False)
+        metas, buffers = outcome
+        return Reply(Answer(metas, job.waited_s), buffers)
 
 
 def make_device(settings: ServerSettings, kept: InputCache) -> Device:

@@ -80,8 +80,7 @@ class BlockingCaller:
         decoder: msgspec.msgpack.Decoder[Any] | None = None,
     ) -> Reply:
         """Ask and wait for the answer, whose payload `decoder` reads; fails as `StreamTransport.call`."""
-        outcome: Reply | Exception = ConnectionRetired()
-        while isinstance(outcome, ConnectionRetired):  # a new connection is not, or fails to begin
+        while True:
             connection = self._take(peer) or self._dial(peer, deadline)
             try:
                 outcome = connection.call(method, payload, buffers, deadline, decoder)
@@ -89,9 +88,10 @@ class BlockingCaller:
                 connection.close()
                 raise
             self._put_back(peer, connection)
-        if type(outcome) is Reply:
-            return outcome
-        raise cast("Exception", outcome)
+            if type(outcome) is Reply:
+                return outcome
+            if not isinstance(outcome, ConnectionRetired):  # else a new one is not, or fails to begin
+                raise cast("Exception", outcome)
 
     def close(self) -> None:
         """Close connections that wait; those in use are closed when their calls have ended."""
@@ -350,8 +350,9 @@ class _BlockingConnection:
             raise ProtocolError(f"A {Kind(kind).name} frame came that nothing here asked for.")
 
     def _on_reply(self, head: frames.MessageHead, body: memoryview) -> None:
+        decoder = self._payload_decoder
         try:
-            payload = frames.decode_payload(head.payload, self._payload_decoder)
+            payload = frames.decode_payload(head.payload) if decoder is None else decoder.decode(head.payload)
         except frames.UNREADABLE as error:
             raise PeerRefused(
                 f"{self._peer} answered what cannot be read: {error}.", peer=self._peer

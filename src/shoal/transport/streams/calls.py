@@ -316,7 +316,7 @@ class Serving:
 
     def on_request(self, call_id: int, wire: frames.RequestHead, body: memoryview) -> None:
         """A request has come, or begins to arrive when its buffers are large."""
-        if call_id % 2 != self._parity or call_id <= self.last_call_id:
+        if call_id <= self.last_call_id or call_id % 2 != self._parity:
             raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
         self.last_call_id = call_id
         connection = self._connection
@@ -328,15 +328,17 @@ class Serving:
                 or not connection.is_usable
             ):
                 self._refuse()
-            if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
-                connection.limits.check_sizes(sizes)
-            if sizes and wire.mode == _CHANNEL:
-                raise ProtocolError("A channel's request came with buffers; they belong into items.")
+            total_bytes = 0
+            if sizes:
+                total_bytes = sum(sizes)
+                if len(sizes) > 1 or not 0 <= total_bytes <= self._max_message_bytes:
+                    connection.limits.check_sizes(sizes)
+                if wire.mode == _CHANNEL:
+                    raise ProtocolError("A channel's request came with buffers; they belong into items.")
             route, head = connection.routes.accept(wire, sizes, connection.peer, self._clock)
         except ShoalError as error:
             self._send_error(call_id, error)
             return
-        total_bytes = sum(sizes) if sizes else 0
         if route.is_plain_function and len(body) == total_bytes:
             self._serve_at_once(call_id, route, head, body)
             return

@@ -229,7 +229,8 @@ class Outbox:
     def let_go(self) -> None:
         """Send what was held back, without waiting for the next turn of the loop."""
         self._is_scheduled = False
-        self.flush_small()
+        if self._small and not self.is_paused and not self._is_closed:
+            self._write_small()
         if self._bodies or self._sent:
             self._schedule()
 
