@@ -276,8 +276,8 @@ class _BlockingConnection:
         limit_s = min(seconds, _LOOK_S)
         if limit_s != self._limit_s:
             self._limit_s = limit_s
-            whole_s = int(limit_s)
-            wait = _TIMEVAL.pack(whole_s, max(1, int((limit_s - whole_s) * 1e6)) if limit_s < _LOOK_S else 0)
+            whole_s, us = divmod(max(1, int(limit_s * 1e6)), 1_000_000)  # zero would be for ever
+            wait = _TIMEVAL.pack(whole_s, us)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
 
