@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import queue
 import threading
@@ -141,11 +142,11 @@ class Picky(nn.Module):
         return x * 2, index + 1
 
 
-def job_of(expert, x, keep_as=b"", codec="none"):
+def request_of(expert, x, keep_as=b"", codec="none", is_small=False):
     job = Job(JobKind.FORWARD, expert, len(x), "client", Deadline.never())
     metas, buffers = wire.to_wire([x, torch.arange(len(x))])
     job.received = ((metas, [bytearray(buffer) for buffer in buffers]),)
-    job.keep_as, job.codec = keep_as, codec
+    job.keep_as, job.codec, job.is_small = keep_as, codec, is_small
     return job
 
 
@@ -165,8 +166,10 @@ def opened(kept):
         device.close()
 
 
-def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu, is_small):
     expert = picky_expert()
+    job_of = functools.partial(request_of, is_small=is_small)
     kept = InputCache(1 << 20, 60.0)
     with opened(kept) as (device, delivered):
         good, other = torch.rand(2, 4), torch.rand(3, 4)
@@ -183,14 +186,15 @@ def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
         results = dict(delivered.get(timeout=10))
         assert isinstance(results[bad], RemoteFailure)
         assert torch.equal(wire.from_wire(*results[fine])[0], other * 2)
-        broken = job_of(expert, good)
+        broken = request_of(expert, good)
         broken.received = ((broken.received[0][0], [bytearray(1)]),)
         device.start([broken])
         assert isinstance(delivered.get(timeout=10)[0][1], TensorError)
 
 
+@pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("are_kept", [False, True])
-def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept):
+def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept, is_small):
     expert = linear_expert()
     torch.manual_seed(0)
     for _ in range(8):
@@ -204,6 +208,7 @@ def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept)
         inputs = torch.randn(len(gradient), 8)
         job.received = (wire.to_wire([gradient]), wire.to_wire([inputs]))[: 1 if are_kept else 2]
         job.kept, job.request_id, job.codec = [inputs] if are_kept else None, bytes([index] * 16), "none"
+        job.is_small = is_small
         jobs.append(job)
     with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
         device.start(jobs)
@@ -221,7 +226,9 @@ def test_what_is_kept_of_a_batch_keeps_little_more_than_itself(gpu):
     kept = InputCache(1 << 20, 60.0)
     with opened(kept) as (device, delivered):
         small, large = torch.rand(2, 4), torch.rand(8, 4)
-        device.start([job_of(picky_expert(), small, b"small"), job_of(picky_expert(), large, b"large")])
+        device.start(
+            [request_of(picky_expert(), small, b"small"), request_of(picky_expert(), large, b"large")]
+        )
         delivered.get(timeout=10)
         for x, key, held_bytes in ((small, b"small", 32), (large, b"large", 160)):
             tensor = kept.find(key, "picky")[0]
@@ -233,7 +240,7 @@ def test_a_batch_that_fails_is_told_after_all_streams_have_come_past_it(gpu, mon
     seen = []
     monkeypatch.setattr(FakeEvent, "on_waited", staticmethod(lambda event: seen.append(len(event.after))))
     with opened(InputCache(1 << 20, 60.0)) as (device, delivered):
-        device.start([job_of(picky_expert(), torch.full((2, 4), -1.0))])
+        device.start([request_of(picky_expert(), torch.full((2, 4), -1.0))])
         assert isinstance(delivered.get(timeout=10)[0][1], RemoteFailure)
         assert seen == [3]
 
@@ -258,7 +265,7 @@ def test_a_batch_that_fails_half_way_is_told_after_the_gpu_has_let_go_of_its_mem
 
         monkeypatch.setattr(device._pool, "allocate", allocate_once)
         monkeypatch.setattr(FakeEvent, "on_waited", staticmethod(on_waited))
-        job = job_of(picky_expert(), torch.rand(2, 4))
+        job = request_of(picky_expert(), torch.rand(2, 4))
         device.start([job])
         ((told, failure),) = delivered.get(timeout=10)
         assert told is job
@@ -275,7 +282,7 @@ def test_a_device_that_closes_delivers_what_was_started_and_refuses_more(gpu):
             goes_on.wait(10)
 
         expert.module.register_forward_pre_hook(hesitate)
-        job, late = job_of(expert, torch.rand(2, 4)), job_of(expert, torch.rand(2, 4))
+        job, late = request_of(expert, torch.rand(2, 4)), request_of(expert, torch.rand(2, 4))
         with LoopThread() as thread:
             thread.loop.call_soon_threadsafe(device.start, [job])
             assert begun.wait(10)

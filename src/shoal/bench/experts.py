@@ -1,8 +1,9 @@
 """`shoal bench experts`: one server process, many clients in others, loopback TCP between them.
 
-In one run the same clients send the same bytes to a bare echo and to experts, and the server tells how fast
-its experts are alone. Those two are measured before the experts are asked and again after: a machine that
-changes its speed meets all of them. The processes themselves are `processes.experts`, which imports torch.
+In one run the same clients send the same bytes to a bare echo, to blocking sockets where they are few, and to
+experts, and the server tells how fast its experts are alone. All but the experts are measured before they are
+asked and again after: a machine that changes its speed meets all of them. The processes themselves are
+`processes.experts`, which imports torch.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ from shoal.report.views import Items, title_line
 HOST = "127.0.0.1"
 ECHO = "bench.echo"
 """The method that sends back what it is sent."""
+MAX_RAW_BYTES = 32 << 10
+"""Of a client's batch that is also sent over bare sockets: larger ones measure the kernel."""
 MAX_LOOPS = 8
 """Network loop threads that a preset asks for at most: beyond it they take the cores from each other."""
 PROCESSES_A_CORE = 4
 _BATCHES_AT_ONCE = 4  # that the server computes together, where neither preset nor flag says how many samples
-_FILES_A_CLIENT = 5  # a connection, and the loop of a thread
+_FILES_A_CLIENT = 6  # two connections and a bare one, and the loop of a thread
+_FILES_OF_A_CLIENT = 5  # the same at the server; what it sends through is a second descriptor
 _PRESETS = "the preset's"
 _OTHER_FILES = 256  # CUDA's own are about a hundred
 
@@ -113,7 +117,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def num_files(self) -> int:
         """Descriptors that one process may need."""
         clients_a_process = -(-self.num_clients // self.client_processes)
-        return max(2 * self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
+        return max(_FILES_OF_A_CLIENT * self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
 
     def __post_init__(self) -> None:
         check_batches(self.batch_size, self.max_batch_size)
@@ -305,6 +309,8 @@ class ExpertsOutcome:
     networking_s: float
     echo: Tally = field(default_factory=Tally)
     echo_samples_per_s: list[float] = field(default_factory=list)
+    raw_samples_per_s: list[float] = field(default_factory=list)
+    """Of blocking sockets, a thread for each at both ends; empty where batches are large."""
     asked: Tally = field(default_factory=Tally)
     asked_s: float = 0.0
     local_samples_per_s: list[float] = field(default_factory=list)
@@ -327,6 +333,7 @@ class ExpertsOutcome:
         figures: dict[str, Sequence[float]] = {
             "samples_per_s": [_ratio(asked.num_samples, self.asked_s)],
             "echo_samples_per_s": self.echo_samples_per_s,
+            "raw_samples_per_s": self.raw_samples_per_s,
             "local_samples_per_s": self.local_samples_per_s,
             "num_samples": [asked.num_samples],
             "asked": [self.asked_s],
@@ -419,6 +426,9 @@ class ExpertsScenario:
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
+        tally, seconds = fleet.phase("raw")
+        if tally.num_samples:
+            outcome.raw_samples_per_s.append(_ratio(tally.num_samples, seconds))
 
 
 def _rss_bytes(pid: int) -> list[int]:
@@ -455,6 +465,7 @@ class ClientFleet:
             "config": msgspec.to_builtins(config),
             "seed": seed,
             "port": server["port"],
+            "raw_port": server.get("raw_port", 0),
             "uids": server["uids"],
         }
         self._sizes: dict[Child, int] = {}
@@ -608,6 +619,9 @@ def _figures(start: Start) -> dict[str, float]:
         "failed_echoes": start["failed_echoes"][0],
         "lost_clients": start["lost_clients"][0],
     }
+    if raw := start.get("raw_samples_per_s"):
+        figures["raw_samples_per_s"] = statistics.fmean(raw)
+        figures["fraction_of_raw"] = _ratio(figures["samples_per_s"], figures["raw_samples_per_s"])
     for kind, prefix in (("forward", ""), ("backward", "backward_")):
         latencies_s = start.get(f"{kind}_latency", [])
         if latencies_s:
@@ -656,6 +670,11 @@ def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
         f"Beside it: a bare echo of the same frames {figures['echo_samples_per_s']:,.0f} samples/s, the "
         f"module alone {figures['local_samples_per_s']:,.0f} samples/s"
     )
+    if "raw_samples_per_s" in figures:
+        yield (
+            f"Blocking sockets with the same bytes: {figures['raw_samples_per_s']:,.0f} samples/s, of which "
+            f"the experts reach {figures['fraction_of_raw']:.2f}"
+        )
     for kind, prefix in (("forward", ""), ("backward", "backward_")):
         if f"{prefix}p50_ms" in figures:
             some = ", ".join(f"p{q} {figures[f'{prefix}p{q}_ms']:.4g}" for q in _PERCENTILES)

@@ -93,7 +93,7 @@ class AdaptiveDeadline:
         self._waits_s: deque[float] = deque(maxlen=window)
         self._bulk_waits_s: deque[float] = deque(maxlen=window)
         self._bytes_per_s: deque[float] = deque(maxlen=window)
-        self._center: tuple[float, float] | None = None
+        self._usual_s: float | None = None
         self._misses_in_a_row = 0
         self._num_unseen = 0
 
@@ -107,7 +107,7 @@ class AdaptiveDeadline:
         self._waits_s.append(wait_s)
         self._num_unseen += 1
         if self._num_unseen >= _SEEN_EVERY or len(self._waits_s) < _ENOUGH * _SEEN_EVERY:
-            self._center = None
+            self._usual_s = None
 
     def missed(self) -> None:
         """Tell that a wait ran into its deadline."""
@@ -122,21 +122,24 @@ class AdaptiveDeadline:
             likely_s = max(statistics.median(self._bulk_waits_s), self._transfer_s(size_bytes))
             base_s = max(self._floor_s, 3 * likely_s)
         else:
-            median_s, mad_s = self._center or self._find_center()
-            # three medians at least: the MAD of a few equal waits is zero
-            base_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
+            base_s = self._usual_s or self._find_usual()
             if size_bytes and self._bytes_per_s:
                 base_s += 3 * self._transfer_s(size_bytes)
             elif size_bytes >= _BULK_BYTES:
                 base_s += self._initial_s
         return base_s * self.patience * float(2**self._misses_in_a_row)
 
-    def _find_center(self) -> tuple[float, float]:
-        median_s = statistics.median(self._waits_s)
-        mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
-        self._center = (median_s, mad_s)
+    def _find_usual(self) -> float:
+        """What a wait for a few bytes deserves, as far as the last waits tell."""
         self._num_unseen = 0
-        return self._center
+        self._usual_s = self._floor_s
+        # no median is above the longest wait: mostly the floor is enough, and nothing has to be sorted
+        if max(3.0, 1.0 + self._k) * max(self._waits_s) > self._floor_s:
+            median_s = statistics.median(self._waits_s)
+            mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
+            # three medians at least: the MAD of a few equal waits is zero
+            self._usual_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
+        return self._usual_s
 
     def _transfer_s(self, size_bytes: int) -> float:
         return size_bytes / statistics.median(self._bytes_per_s)
@@ -147,5 +150,5 @@ class AdaptiveDeadline:
 
 
 _ENOUGH = 5  # below five waits a median says little
-_SEEN_EVERY = 8  # waits between two looks at many: finding the center takes 60 µs
+_SEEN_EVERY = 8  # waits between two looks at many: sorting them takes 60 µs
 _BULK_BYTES = 1 << 18  # a quarter MiB: from here on time is bytes over bandwidth

@@ -61,6 +61,8 @@ class ExpertSchema(msgspec.Struct, frozen=True):
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Inputs in the order in which they travel; UsageError when they are not those of this expert."""
+        if not kwargs and not self.keyword_names and len(args) == len(self.inputs):
+            return list(args)
         missing = [name for name in self.keyword_names if name not in kwargs]
         unknown = [name for name in kwargs if name not in self.keyword_names]
         if len(args) != self.num_args or missing or unknown:
@@ -84,17 +86,18 @@ class ExpertSchema(msgspec.Struct, frozen=True):
 
     def check_inputs(self, tensors: Sequence[Any]) -> int:
         """TensorError when the tensors (or their specs) are not inputs of this expert; the batch size."""
-        return _check("input", self.inputs, tensors)
+        return check_tensors("input", self.inputs, tensors)
 
     def check_outputs(self, tensors: Sequence[Any], batch_size: int | None = None) -> int:
         """TensorError when the tensors (or their specs) are not outputs of this expert for such a batch."""
-        got = _check("output", self.outputs, tensors)
+        got = check_tensors("output", self.outputs, tensors)
         if batch_size is not None and got != batch_size:
             raise TensorError(f"outputs for {got} samples, not for {batch_size}")
         return got
 
 
-def _check(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -> int:
+def check_tensors(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -> int:
+    """TensorError when tensors (or their specs) are not what the schemas say; the batch size."""
     if len(tensors) != len(schemas):
         raise TensorError(f"{len(tensors)} {what}s, not {len(schemas)}")
     batch_size = -1
@@ -186,7 +189,7 @@ def run_on(
     module: nn.Module, keyword_names: Sequence[str], inputs: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Call the module with flat inputs; a single output becomes a tuple of one."""
-    outputs = _run(module, keyword_names, inputs)
+    outputs = _run(module, keyword_names, inputs) if keyword_names else module(*inputs)
     return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from shoal.core import TensorError
-from shoal.experts.schema import ExpertSchema
+from shoal.experts.schema import ExpertSchema, TensorSchema, check_tensors
 from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
 from shoal.tensors.codecs import CODECS, Codec, Encoded, codec_from_name, decode
 from shoal.tensors.codecs.base import PLAIN
-from shoal.tensors.dtypes import dtype_named
+from shoal.tensors.dtypes import dtype_name, dtype_named
+from shoal.transport.memory import fill_from
 
 INFO = "expert.info"
 FORWARD = "expert.forward"
@@ -103,6 +106,9 @@ def to_wire(
     for tensor in tensors:
         if tensor is None:
             metas.append(None)
+        elif codec is None and is_usual(tensor) and (meta := _usual_meta(tensor.dtype, tensor.shape)):
+            metas.append(meta)
+            buffers.append((tensor.detach() if tensor.requires_grad else tensor).numpy().data.cast("B"))
         elif codec is None:
             (spec,), raw = pack((tensor,))
             metas.append(EncodedMeta(PLAIN, spec))
@@ -116,7 +122,20 @@ def to_wire(
 
 def from_wire(metas: Sequence[EncodedMeta | None], buffers: Sequence[Any]) -> list[torch.Tensor | None]:
     """The tensors again, over the buffers where they are plain; TensorError when they do not fit together."""
+    usual = _usual_arrays(metas if type(metas) is tuple else tuple(metas))
     tensors: list[torch.Tensor | None] = []
+    if usual is not None:
+        try:
+            for (dtype, shape), buffer in zip(usual, buffers, strict=True):
+                array = np.frombuffer(buffer, dtype).reshape(shape)
+                if not array.flags.carray:  # not writable, or badly aligned: to be copied
+                    break
+                tensors.append(torch.from_numpy(array))
+            else:
+                return tensors
+        except (TypeError, ValueError):  # what is wrong is said below
+            pass
+        tensors.clear()
     at = 0
     for meta in metas:
         if meta is None:
@@ -132,6 +151,67 @@ def from_wire(metas: Sequence[EncodedMeta | None], buffers: Sequence[Any]) -> li
     if at != len(buffers):
         raise TensorError(f"{len(buffers)} buffers came for tensors that have {at}")
     return tensors
+
+
+class Fitting(msgspec.Struct, frozen=True):
+    """Tensors that are what an expert takes, or gives: plain ones, in buffers of these sizes."""
+
+    num_samples: int
+    sizes: list[int]
+    size_bytes: int
+
+
+def fitting(
+    schemas: tuple[TensorSchema, ...], metas: tuple[EncodedMeta | None, ...], sizes: Sequence[int]
+) -> Fitting | None:
+    """What is known of tensors that fit in every way; None: see what does not, or is unusual.
+
+    The quick way for what nearly every message is; `check_inputs` and `check_sizes` know all others.
+    """
+    try:
+        found = _remembered_fitting(schemas, metas)
+    except (_Unusual, TensorError, TypeError):  # TypeError: made by hand, of what cannot be a key
+        return None
+    return found if found.sizes == sizes else None
+
+
+def stacked(
+    parts: Sequence[tuple[Sequence[EncodedMeta], Sequence[Any]]], allocate: Callable[[int], memoryview]
+) -> list[torch.Tensor]:
+    """The samples of several messages one after another, each tensor in memory of its own.
+
+    For messages of one `fitting` schema: their bytes are copied, and torch is asked once for each tensor.
+    """
+    tensors = []
+    for index, (dtype, shape) in enumerate(_remembered_arrays(tuple(parts[0][0]))):
+        buffers = [buffers[index] for _, buffers in parts]
+        memory = allocate(sum(map(len, buffers)))
+        fill_from(memory, buffers)
+        tensors.append(torch.from_numpy(np.frombuffer(memory, dtype).reshape(-1, *shape[1:])))
+    return tensors
+
+
+def rows_of(
+    metas: Sequence[EncodedMeta | None], buffers: Sequence[memoryview], sizes: Sequence[int]
+) -> list[tuple[tuple[EncodedMeta | None, ...], list[memoryview]]]:
+    """The inverse: messages of so many samples each, over the buffers of plain, contiguous tensors."""
+    num_rows = sum(sizes)
+    row_bytes = [len(buffer) // num_rows if num_rows else 0 for buffer in buffers]
+    metas_of: dict[int, tuple[EncodedMeta | None, ...]] = {}
+    parts = []
+    start = 0
+    for size in sizes:
+        if size not in metas_of:
+            metas_of[size] = tuple([meta and _of_samples(meta, size) for meta in metas])
+        end = start + size
+        cut = [buffer[start * row : end * row] for buffer, row in zip(buffers, row_bytes, strict=True)]
+        parts.append((metas_of[size], cut))
+        start = end
+    return parts
+
+
+def _of_samples(meta: EncodedMeta, num_samples: int) -> EncodedMeta:
+    return EncodedMeta(PLAIN, TensorSpec(meta.spec.dtype, (num_samples, *meta.spec.shape[1:])))
 
 
 def check_sizes(metas: Sequence[EncodedMeta | None], sizes: Sequence[int]) -> None:
@@ -151,6 +231,74 @@ def check_sizes(metas: Sequence[EncodedMeta | None], sizes: Sequence[int]) -> No
             expected += [size_bytes(part) for part in _codec(meta).parts(meta.spec, meta.options)]
     if expected != list(sizes):
         raise TensorError(f"buffers of {list(sizes)[:8]} bytes came for tensors of {expected[:8]}")
+
+
+# What was found out of a description is remembered: a client sends the same ones again and again. The caches
+# are shared by all threads, and hold only what is short: descriptions of plain tensors of a few dimensions.
+_NUM_REMEMBERED = 1024
+_MAX_DIMS = 8
+_USUAL = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8")
+}
+_USUAL_NUMPY = {dtype_name(dtype): numpy for dtype, numpy in _USUAL.items()}
+
+
+def is_usual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be sent from its memory as numpy sees it, if numpy knows its type."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+@functools.lru_cache(_NUM_REMEMBERED)
+def _usual_meta(dtype: torch.dtype, shape: tuple[int, ...]) -> EncodedMeta | None:
+    """How it is described; None for a type that numpy has not, for scalars, and for what is empty."""
+    if dtype not in _USUAL or not 0 < len(shape) <= _MAX_DIMS or min(shape) < 1:
+        return None
+    return EncodedMeta(PLAIN, TensorSpec(dtype_name(dtype), tuple(shape)))
+
+
+def _usual_arrays(
+    metas: tuple[EncodedMeta | None, ...],
+) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], ...] | None:
+    """What numpy calls these tensors; None unless all are plain, contiguous and not empty."""
+    try:
+        return _remembered_arrays(metas)
+    except (_Unusual, TypeError):  # TypeError: made by hand, of what cannot be a key
+        return None
+
+
+@functools.lru_cache(_NUM_REMEMBERED)
+def _remembered_arrays(
+    metas: tuple[EncodedMeta | None, ...],
+) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]:
+    found: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
+    for meta in metas:
+        dtype = None if meta is None or meta.codec != PLAIN else _USUAL_NUMPY.get(meta.spec.dtype)
+        if meta is None or dtype is None or meta.spec.strides is not None or meta.options:
+            raise _Unusual
+        if not 0 < len(meta.spec.shape) <= _MAX_DIMS or min(meta.spec.shape) < 1 or len(found) > _MAX_DIMS:
+            raise _Unusual
+        found.append((dtype, meta.spec.shape))
+    return tuple(found)
+
+
+@functools.lru_cache(_NUM_REMEMBERED)
+def _remembered_fitting(schemas: tuple[TensorSchema, ...], metas: tuple[EncodedMeta | None, ...]) -> Fitting:
+    arrays = _remembered_arrays(metas)
+    num_samples = check_tensors("tensor", schemas, [meta.spec for meta in metas if meta is not None])
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in arrays]
+    return Fitting(num_samples, sizes, sum(sizes))
+
+
+class _Unusual(Exception):
+    """Not remembered: `lru_cache` keeps no errors."""
 
 
 def specs_of(metas: Sequence[EncodedMeta]) -> list[TensorSpec]:

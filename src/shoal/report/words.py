@@ -110,6 +110,9 @@ METRICS: dict[str, MetricInfo] = {
     "distance": MetricInfo("distance"),
     "echo": MetricInfo("echo of a large buffer", "GB/s", "higher"),
     "echo_samples_per_s": MetricInfo("samples in a second, echo without computing", "1/s", "higher"),
+    "raw_samples_per_s": MetricInfo(
+        "samples in a second, blocking sockets without a protocol", "1/s", "higher"
+    ),
     "ended_early": MetricInfo("runs that ended early"),
     "examples_per_s": MetricInfo("examples in a second, all workers", "1/s", "higher"),
     "examples_per_s_per_worker": MetricInfo("examples in a second, one worker", "1/s", "higher"),

@@ -18,11 +18,13 @@ ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector register: kernels give equal bits only on equally aligned data."""
 _POOLED_FROM_BYTES = 64 << 10  # below this malloc is as fast as the pool
 _SLAB_BYTES = 64 << 10
-_SLAB_ITEM_BYTES = 2 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
+_SLAB_ITEM_BYTES = 8 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
 
 
 def byte_view(buffer: Buffer) -> memoryview:
     """A flat view of a C-contiguous buffer's bytes, without a copy; BufferError or TypeError otherwise."""
+    if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
+        return buffer
     view = memoryview(buffer)
     if type(buffer) is bytes or type(buffer) is bytearray:
         return view
@@ -39,6 +41,15 @@ def fill(views: Sequence[memoryview], body: memoryview) -> None:
     for view in views:
         end = start + len(view)
         view[:] = body[start:end]
+        start = end
+
+
+def fill_from(memory: memoryview, buffers: Sequence[Any]) -> None:
+    """Copy the buffers into memory, one after another."""
+    start = 0
+    for buffer in buffers:
+        end = start + len(buffer)
+        memory[start:end] = buffer
         start = end
 
 
@@ -111,7 +122,7 @@ class BufferPool:
             return memoryview(bytearray())
         if size_bytes <= _SLAB_ITEM_BYTES:
             return self._from_slab(size_bytes)
-        if size_bytes < _POOLED_FROM_BYTES:
+        if size_bytes < _POOLED_FROM_BYTES and not self._is_dear:
             return aligned_memory(size_bytes)
         class_bytes = _size_class(size_bytes)
         with self._lock:
@@ -137,8 +148,15 @@ class BufferPool:
 
     def copy_in(self, sizes_bytes: Sequence[int], body: memoryview) -> list[memoryview]:
         """New memory that holds the bytes of `body`, cut into buffers of these sizes."""
-        if len(sizes_bytes) == 1 and 0 < len(body) <= _SLAB_ITEM_BYTES:
-            view = self._from_slab(len(body))
+        size_bytes = len(body)
+        if len(sizes_bytes) == 1 and 0 < size_bytes <= _SLAB_ITEM_BYTES:
+            slab = self._slab
+            start = slab.next_start
+            if start + size_bytes <= _SLAB_BYTES:  # as `_from_slab`, for what is done most often
+                slab.next_start = (start + size_bytes + ALIGNMENT_BYTES - 1) & -ALIGNMENT_BYTES
+                view = slab.view[start : start + size_bytes]
+            else:
+                view = self._from_slab(size_bytes)
             view[:] = body
             return [view]
         views = self.allocate_all(sizes_bytes)

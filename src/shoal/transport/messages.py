@@ -22,7 +22,7 @@ from shoal.transport.memory import BufferPool, byte_view, fill
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 log = logging.getLogger(__name__)
-_CHANNEL = int(Mode.CHANNEL)
+_CALL, _CHANNEL = int(Mode.CALL), int(Mode.CHANNEL)
 _NEVER = Deadline.never()
 
 
@@ -56,8 +56,11 @@ class Reply(msgspec.Struct):
 EMPTY_REPLY = Reply()
 """The answer of a handler that returns None."""
 
-Allocate = Callable[[Head], "Sequence[Buffer]"]
-"""Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
+Allocate = Callable[[Head], "Sequence[Buffer] | None"]
+"""Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size.
+
+None leaves it to the transport; what raises refuses the message before its buffers arrive.
+"""
 
 Target = Peer | Address
 """Whom to ask: a peer, whose id is checked where it has one, or whoever is at an address."""
@@ -167,6 +170,9 @@ class Route:
     allocate: Allocate | None
     decoder: msgspec.msgpack.Decoder[Any] | None
     is_plain_function: bool
+    is_allocating_late: bool = False
+    """Whether a plain function takes buffers that came along with their request in any memory: then
+    `allocate` is only asked for those that are still to come."""
 
 
 class MethodTable:
@@ -175,9 +181,18 @@ class MethodTable:
     def __init__(self) -> None:
         self._routes: dict[str, Route] = {}
 
-    def add(self, method: str, serve: Serve, allocate: Allocate | None, payload_type: Any) -> None:
-        """Register a handler of calls."""
-        self._add(method, Route(serve, None, allocate, _decoder(payload_type), not _is_async(serve)))
+    def add(
+        self,
+        method: str,
+        serve: Serve,
+        allocate: Allocate | None,
+        payload_type: Any,
+        *,
+        is_allocating_late: bool = False,
+    ) -> None:
+        """Register a handler of calls; see `Route`."""
+        decoder, is_plain = _decoder(payload_type), not _is_async(serve)
+        self._add(method, Route(serve, None, allocate, decoder, is_plain, is_allocating_late))
 
     def add_channel(self, method: str, serve: ServeChannel, payload_type: Any) -> None:
         """Register a handler of channels."""
@@ -199,13 +214,14 @@ class MethodTable:
                 f"this peer has no method {method[:100]!r}.{did_you_mean(method, self._routes)}",
                 next_step="check that both sides run the same version.",
             )
-        if (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL:
+        if route.serve is None if mode == _CALL else _is_other(mode, route):
             raise PeerRefused(
                 f"{method} is {'a channel' if route.serve is None else 'a call'}.",
                 next_step="use call() for calls, open_channel() for channels.",
             )
+        decoder = route.decoder
         try:
-            payload = decode_payload(request.payload, route.decoder)
+            payload = decode_payload(request.payload) if decoder is None else decoder.decode(request.payload)
         except UNREADABLE as error:
             raise PeerRefused(f"the payload of {method} is not what it takes: {error}.") from error
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
@@ -217,6 +233,11 @@ class MethodTable:
                 f"The method {method!r} has a handler already.", next_step="choose another name."
             )
         self._routes[method] = route
+
+
+def _is_other(mode: int, route: Route) -> bool:
+    """Whether a request is a channel where a call is answered, or the other way round, or nothing at all."""
+    return (mode == _CHANNEL) != (route.serve is None) or not 0 <= mode <= _CHANNEL
 
 
 def _decoder(payload_type: Any) -> msgspec.msgpack.Decoder[Any] | None:
@@ -249,9 +270,8 @@ def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview
 
 def memory_for(head: Head, given: Into, pool: BufferPool) -> list[memoryview]:
     """Memory for a message's buffers: what was given for it, or the pool's."""
-    if given is None:
-        return pool.allocate_all(head.sizes)
-    return fitting_views(given(head) if callable(given) else given, head.sizes)
+    memory = given(head) if callable(given) else given
+    return pool.allocate_all(head.sizes) if memory is None else fitting_views(memory, head.sizes)
 
 
 def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> list[memoryview]:
@@ -267,7 +287,7 @@ def received(head: Head, given: Into, pool: BufferPool, body: memoryview) -> lis
 def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
     """The bytes of buffers that are to be sent or filled; UsageError when one of them has none."""
     try:
-        return [byte_view(buffer) for buffer in buffers]
+        return list(map(byte_view, buffers))
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(
             f"A buffer cannot be used: {error}.",

@@ -23,6 +23,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.transport import Limits, Membership, Reply, StreamTransport, SwarmSecret
+from shoal.transport.streams import blocking
 from shoal.transport.streams.blocking import MAX_CALL_BYTES, BlockingCaller
 
 SOON_S = 30.0
@@ -211,3 +212,28 @@ def test_it_is_closed_once_its_owner_is(world):
             break
         world.loop.run(asyncio.sleep(0.01))
     assert world.server.num_connections == 0
+
+
+def test_a_wait_goes_on_after_each_look_at_its_deadline(world, monkeypatch):
+    looks = []
+    may_answer = asyncio.Event()
+    look = blocking._BlockingConnection._look_at_deadline
+
+    def look_and_count(connection):
+        look(connection)
+        looks.append(None)
+        if len(looks) == 3:
+            world.loop.loop.call_soon_threadsafe(may_answer.set)
+
+    async def late(head, buffers):
+        await may_answer.wait()
+        return Reply(head.payload)
+
+    monkeypatch.setattr(blocking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(blocking._BlockingConnection, "_look_at_deadline", look_and_count)
+    world.server.handle("late", late)
+    assert world.call("late", 7).payload == 7
+    assert len(looks) >= 3
+    with pytest.raises(DeadlineExceeded):
+        world.call("slow", timeout_s=0.05)
+    assert world.call("echo", 8).payload == 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from shoal.bench.experts import ECHO, HOST, ExpertsConfig, Tally
+from shoal.bench.experts import ECHO, HOST, MAX_RAW_BYTES, ExpertsConfig, Tally
+from shoal.bench.transport import receive_exactly
 from shoal.bench.workers import Parent, end_with_parent, serve
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
+from shoal.core.loop import ByteThreads
 from shoal.experts.classes import TrainingSettings, expert_class, make_expert
 from shoal.experts.client.client import ExpertClient, RemoteExpert
 from shoal.experts.expert import Expert
@@ -80,12 +83,16 @@ class _Hosted:
         self._server = ExpertServer(endpoint, self.experts, settings)
         _open(self._loop, self._server, closing)
         self._port = self._loop.run(endpoint.listen(Address(HOST, 0))).port
+        self._raw_port = 0
+        if (num_bytes := _batch_bytes(self._example)) <= MAX_RAW_BYTES:
+            self._raw_port = _serve_raw(num_bytes, closing)
         self.networking_s = time.perf_counter() - began_s - self.experts_s
 
     def describe(self) -> dict[str, Any]:
         """What others need to know of it."""
         return {
             "port": self._port,
+            "raw_port": self._raw_port,
             "pid": os.getpid(),
             "uids": [expert.uid for expert in self.experts],
             "experts_s": self.experts_s,
@@ -139,8 +146,7 @@ class _Hosted:
 
 def limits_for(config: ExpertsConfig, example: Example) -> Limits:
     """The transport's own, but for many clients, and for batches that would be above them."""
-    args, kwargs = example
-    batch_bytes = sum(tensor.nbytes for tensor in (*args, *kwargs.values()))
+    batch_bytes = _batch_bytes(example)
     usual = Limits()
     message_bytes = max(usual.max_message_bytes, 4 * batch_bytes)  # of a backward: gradients, and inputs
     return Limits(
@@ -148,6 +154,34 @@ def limits_for(config: ExpertsConfig, example: Example) -> Limits:
         max_message_bytes=message_bytes,
         max_bytes_in_flight=max(usual.max_bytes_in_flight, 2 * message_bytes),
     )
+
+
+def _batch_bytes(example: Example) -> int:
+    args, kwargs = example
+    return sum(tensor.nbytes for tensor in (*args, *kwargs.values()))
+
+
+def _serve_raw(num_bytes: int, closing: contextlib.ExitStack) -> int:
+    """Send back messages of so many bytes over blocking sockets, a thread for each; the port."""
+    threads = ByteThreads()
+    listener = closing.enter_context(socket.create_server((HOST, 0), backlog=1024))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed: it has ended
+            while True:
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threads.start("raw echo", lambda connection=connection: echo(connection))  # type: ignore[misc]
+
+    def echo(connection: socket.socket) -> None:
+        buffer = memoryview(bytearray(num_bytes))
+        with connection, contextlib.suppress(OSError, EOFError):  # its client has gone
+            while True:
+                receive_exactly(connection, buffer)
+                connection.sendall(buffer)
+
+    threads.start("raw accept", accept)
+    return int(listener.getsockname()[1])
 
 
 def num_processes() -> int:
@@ -203,6 +237,8 @@ class _Share(msgspec.Struct, frozen=True):
     seed: int
     numbers: list[int]
     port: int
+    raw_port: int
+    """Where blocking sockets are answered; 0 where batches are too large for that."""
     uids: list[str]
 
     @property
@@ -231,6 +267,10 @@ class _Group:
         tallies = self._loop.run(fanout([client.echo() for client in self._clients], deadline))
         return _total(tallies)
 
+    def raw(self) -> Tally:
+        """The same over blocking sockets, where batches are small; an empty tally where they are not."""
+        return _total(self._in_threads([client.use_raw for client in self._clients]))
+
     def experts(self) -> Tally:
         """Every client sends its batches, one after another."""
         return _total(self._in_threads([client.use_experts for client in self._clients]))
@@ -257,6 +297,11 @@ class _Client:
         self._client = closing.enter_context(ExpertClient(loop=loop))
         self._uids = share.uids
         self._experts: list[RemoteExpert] = []
+        self._raw: socket.socket | None = None
+        if share.raw_port:
+            self._raw = closing.enter_context(socket.create_connection((HOST, share.raw_port), _CONNECT_S))
+            self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._raw.settimeout(None)
 
     def connect(self) -> None:
         """Dial, learn what every expert takes and gives, and go both ways once before the clock runs."""
@@ -287,6 +332,21 @@ class _Client:
 
     async def _echo_once(self, frames: Sequence[memoryview], deadline: Deadline) -> None:
         await self._client.transport.call(self._peer, ECHO, None, frames, deadline=deadline)
+
+    def use_raw(self) -> Tally:
+        """As many messages, of as many bytes, without any protocol, on this thread."""
+        tally = Tally()
+        if (connection := self._raw) is not None:
+            message = b"".join(self._frames())
+            buffer = memoryview(bytearray(len(message)))
+            num_ways = 2 if self._config.backward else 1
+            for _ in range(self._config.num_batches_per_client):
+                for _ in range(num_ways):
+                    connection.sendall(message)
+                    receive_exactly(connection, buffer)
+                tally.num_samples += self._config.batch_size
+        tally.ended_s = time.monotonic()
+        return tally
 
     def _frames(self) -> list[memoryview]:
         return pack(self._inputs)[1]

@@ -41,7 +41,7 @@ from shoal.core import (
 from shoal.dht import DHT, Swarm
 from shoal.experts.client.servers import KnownServer, KnownServers
 from shoal.experts.names import get_experts
-from shoal.experts.schema import ExpertSchema
+from shoal.experts.schema import ExpertSchema, TensorSchema, check_tensors
 from shoal.experts.settings import ClientSettings
 from shoal.experts.wire import (
     BACKWARD,
@@ -53,12 +53,12 @@ from shoal.experts.wire import (
     ForwardRequest,
     Info,
     InfoRequest,
+    fitting,
     from_wire,
     make_wire_codec,
     to_wire,
 )
 from shoal.tensors import TensorSpec
-from shoal.tensors.dtypes import dtype_name
 from shoal.transport import Membership, Reply, StreamTransport
 from shoal.transport.streams.blocking import MAX_CALL_BYTES, BlockingCaller
 
@@ -86,27 +86,31 @@ class Forwarded(msgspec.Struct, frozen=True):
     num_samples: int = 0
 
 
-class _Call:
-    """One request of a `kind`, forward or backward, however often it is sent.
+class _Call(msgspec.Struct, eq=False):
+    """One request of a `kind`, forward or backward, however often it is sent."""
 
-    `check` raises TensorError for an answer that is none.
-    """
+    kind: str
+    request: Any
+    buffers: Sequence[Any]
+    sent_bytes: int
+    expected: tuple[TensorSchema, ...]
+    """What is answered, for so many samples."""
+    num_samples: int
 
-    __slots__ = ("buffers", "check", "kind", "method", "request", "sent_bytes")
+    @property
+    def method(self) -> str:
+        """What is called."""
+        return FORWARD if self.kind == "forward" else BACKWARD
 
-    def __init__(
-        self,
-        kind: str,
-        request: Any,
-        buffers: Sequence[Any],
-        check: Callable[[Answer], object],
-    ) -> None:
-        self.kind = kind
-        self.method = FORWARD if kind == "forward" else BACKWARD
-        self.request = request
-        self.buffers = buffers
-        self.sent_bytes = sum(map(len, buffers))
-        self.check = check
+    def check(self, answer: Answer, sizes: list[int]) -> None:
+        """TensorError for an answer that is none."""
+        known = fitting(self.expected, answer.tensors, sizes)
+        if known is not None and known.num_samples == self.num_samples:
+            return
+        if self.kind == "backward":
+            _check_gradients(answer, self.expected, self.num_samples)
+        elif (given := check_tensors("output", self.expected, _specs(answer))) != self.num_samples:
+            raise TensorError(f"outputs for {given} samples, not for {self.num_samples}")
 
 
 class ExpertClient(BlockingBridge):
@@ -157,7 +161,7 @@ class ExpertClient(BlockingBridge):
         """An expert at these servers; without any, at those that the DHT knows."""
         from shoal.experts.client.client import RemoteExpert
 
-        return RemoteExpert(self, uid, [_peer(peer) for peer in peers])
+        return RemoteExpert(self, uid, [self._servers.known_peer(_peer(peer)) for peer in peers])
 
     @property
     def dht(self) -> DHT:
@@ -180,16 +184,18 @@ class ExpertClient(BlockingBridge):
     ) -> Forwarded:
         """As `forward`; a small call to a known expert at one peer is made by the calling thread itself."""
         info = self._infos.get(uid)
-        if info is not None and len(peers) == 1 and self._can_block:
-            num_samples = _num_samples(info, inputs)
-            if num_samples is not None:
-                call = self._forward_call(uid, info.schema, inputs, num_samples, is_kept=is_kept)
+        if info is not None and len(peers) == 1 and self._can_block and _are_small(inputs):
+            metas, buffers = to_wire(inputs)
+            known = fitting(info.schema.inputs, metas, list(map(len, buffers)))
+            if known is not None and known.num_samples <= info.max_batch_size:
+                keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
+                request = ForwardRequest(uid, metas, keep_as)  # type: ignore[arg-type]
+                num_samples = known.num_samples
+                call = _Call("forward", request, buffers, known.size_bytes, info.schema.outputs, num_samples)
                 answered = self._try_blocking(peers[0], call, deadline)
                 if answered is not None:
                     outputs: list[Any] = answered[1]
-                    return Forwarded(
-                        uid, peers[0], outputs, answered[2], call.request.keep_as, num_samples=num_samples
-                    )
+                    return Forwarded(uid, peers[0], outputs, answered[2], keep_as, num_samples=num_samples)
         return self.run(self.forward(uid, peers, inputs, deadline=deadline, is_kept=is_kept))
 
     def backward_blocking(
@@ -221,11 +227,10 @@ class ExpertClient(BlockingBridge):
         if call.sent_bytes > MAX_CALL_BYTES or self._blocking is None:
             return None
         server = self._servers.of(peer)
-        if deadline is None:
-            timeout_s = server.timeout_s(call.kind, 2 * call.sent_bytes)
-            deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_s)
-        server.begin()
+        timeout_s = server.begin(call.kind, 2 * call.sent_bytes)
         began_s = time.monotonic()
+        if deadline is None:
+            deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_s)
         try:
             reply = self._blocking.call(peer, call.method, call.request, call.buffers, deadline, _ANSWERS)
             return self._read_answer(peer, server, call, reply.payload, reply.buffers, began_s)
@@ -346,11 +351,7 @@ class ExpertClient(BlockingBridge):
         metas, buffers = to_wire(inputs, self._codec)
         keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
         request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
-
-        def check(answer: Answer) -> None:
-            schema.check_outputs(_specs(answer), num_samples)
-
-        return _Call("forward", request, buffers, check)
+        return _Call("forward", request, buffers, sum(map(len, buffers)), schema.outputs, num_samples)
 
     async def backward(
         self,
@@ -381,13 +382,18 @@ class ExpertClient(BlockingBridge):
             kept_as=forwarded.kept_as,
             codec=self.settings.codec,
         )
-        call = _Call("backward", request, buffers, functools.partial(_check_gradients, inputs=inputs))
+        expected = tuple([TensorSchema.of(tensor) for tensor in inputs])
+        sent_bytes = sum(map(len, buffers))
+        call = _Call("backward", request, buffers, sent_bytes, expected, len(inputs[0]))
         return call if forwarded.kept_as else self._with_inputs(call, inputs)
 
     def _with_inputs(self, call: _Call, inputs: Sequence[torch.Tensor]) -> _Call:
         metas, buffers = to_wire(inputs, self._codec)
         request = msgspec.structs.replace(call.request, inputs=metas, kept_as=b"")
-        return _Call(call.kind, request, [*call.buffers, *buffers], call.check)
+        buffers = [*call.buffers, *buffers]
+        return msgspec.structs.replace(
+            call, request=request, buffers=buffers, sent_bytes=sum(map(len, buffers))
+        )
 
     async def _backward(
         self, forwarded: Forwarded, call: _Call, inputs: Sequence[torch.Tensor], deadline: Deadline | None
@@ -433,10 +439,10 @@ class ExpertClient(BlockingBridge):
     ) -> tuple[Answer, list[torch.Tensor | None], float]:
         """One call to one peer, made again while that says 'busy'."""
         server = self._servers.of(peer)
+        timeout_s = server.begin(call.kind, 2 * call.sent_bytes)
         if deadline is None:
-            deadline = Deadline.after(server.timeout_s(call.kind, 2 * call.sent_bytes))
+            deadline = Deadline.after(timeout_s)
         pause_s = _FIRST_PAUSE_S
-        server.begin()
         try:
             while True:
                 began_s = time.monotonic()
@@ -479,12 +485,14 @@ class ExpertClient(BlockingBridge):
         began_s: float,
     ) -> tuple[Answer, list[torch.Tensor | None], float]:
         seconds = time.monotonic() - began_s
+        sizes = list(map(len, buffers))
         try:
-            call.check(answer)  # before it is decoded: what is compressed may become large
+            if not (answer.is_missing_inputs and call.kind == "backward"):
+                call.check(answer, sizes)  # before it is decoded: what is compressed may become large
             tensors = from_wire(answer.tensors, buffers)
         except TensorError as error:
             raise self._unbelievable(peer, call.request.uid, error) from None
-        moved_bytes = call.sent_bytes + sum(map(len, buffers))
+        moved_bytes = call.sent_bytes + sum(sizes)
         # a server's word on itself: no longer than the call, and never a gain
         waited_s = answer.waited_s if 0 <= answer.waited_s <= seconds else seconds
         server.on_answer(call.kind, seconds, moved_bytes, waited_s)
@@ -573,13 +581,14 @@ async def _in_parts(
     )
 
 
-def _num_samples(info: Info, inputs: Sequence[torch.Tensor]) -> int | None:
-    """Of a batch that the expert takes at once; None when it does not, or may not."""
-    try:
-        num_samples = info.schema.check_inputs(inputs)
-    except TensorError:
-        return None
-    return num_samples if num_samples <= info.max_batch_size else None
+def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they fit into a small call, and need not be fetched from another device for that."""
+    num_bytes = 0
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        num_bytes += tensor.nbytes
+    return num_bytes <= MAX_CALL_BYTES
 
 
 def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:
@@ -613,19 +622,17 @@ def _specs(answer: Answer) -> list[TensorSpec]:
     return specs
 
 
-def _check_gradients(answer: Answer, inputs: Sequence[torch.Tensor]) -> None:
-    if answer.is_missing_inputs:
-        return
+def _check_gradients(answer: Answer, inputs: Sequence[TensorSchema], num_samples: int) -> None:
     if len(answer.tensors) != len(inputs):
         raise TensorError(f"{len(answer.tensors)} gradients for {len(inputs)} inputs")
-    for index, (meta, tensor) in enumerate(zip(answer.tensors, inputs, strict=True)):
+    for index, (meta, schema) in enumerate(zip(answer.tensors, inputs, strict=True)):
         if meta is None:
             continue
-        dtype = dtype_name(tensor.dtype)
-        if meta.spec.shape != tuple(tensor.shape) or meta.spec.dtype != dtype:
+        shape = (num_samples, *schema.shape)
+        if meta.spec.shape != shape or meta.spec.dtype != schema.dtype:
             raise TensorError(
                 f"gradient {index} is {meta.spec.dtype}{list(meta.spec.shape)}, "
-                f"its input {dtype}{list(tensor.shape)}"
+                f"its input {schema.dtype}{list(shape)}"
             )
 
 

@@ -46,10 +46,14 @@ class KnownServer:
         with self._lock:
             return self._deadlines[method].timeout_s(size_bytes)
 
-    def begin(self) -> None:
-        """A call to it begins; whoever says so says `end` afterwards."""
+    def begin(self, method: str, size_bytes: int) -> float:
+        """A call to it begins; whoever says so says `end` afterwards.
+
+        Returns its `timeout_s`.
+        """
         with self._lock:
             self.num_in_flight += 1
+            return self._deadlines[method].timeout_s(size_bytes)
 
     def end(self) -> None:
         """A call to it has ended, whatever became of it."""
@@ -116,6 +120,13 @@ class KnownServers:
     def __init__(self, settings: ClientSettings) -> None:
         self._settings = settings
         self._servers: dict[object, KnownServer] = {}
+        self._peers: dict[Peer, Peer] = {}
+
+    def known_peer(self, peer: Peer) -> Peer:
+        """The object that stands for this peer already: what is the same object need not be compared."""
+        if len(self._peers) >= _MAX_PEERS:
+            self._peers.clear()
+        return self._peers.setdefault(peer, peer)
 
     def of(self, peer: Peer) -> KnownServer:
         """What is known of a server, by its id where that is known."""

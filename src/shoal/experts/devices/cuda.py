@@ -24,15 +24,17 @@ from shoal.experts.devices.device import (
     Results,
     T,
     Tensors,
-    encoded,
+    as_wanted,
     explained,
+    keep_stacked,
     merged,
     places,
     received_tensors,
 )
 from shoal.experts.server.jobs import InputCache, Job, JobKind, Outcome
 from shoal.experts.settings import ServerSettings
-from shoal.tensors import EncodedMeta, TensorSpec, unpack
+from shoal.experts.wire import rows_of, stacked
+from shoal.tensors import EncodedMeta, TensorSpec
 from shoal.tensors.codecs.base import PLAIN
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import tensor_over
@@ -152,9 +154,10 @@ class CudaDevice(Device):
     def _put_on_streams(self, jobs: list[Job], running: _Running) -> None:
         sound: list[Job] = []
         received: list[list[list[torch.Tensor]]] = []
+        are_small = all(job.is_small for job in jobs)
         for job in jobs:
             try:
-                received.append(received_tensors(job))
+                received.append([] if are_small else received_tensors(job))
                 sound.append(job)
             except Exception as error:  # noqa: BLE001 - of what a client has sent
                 running.failed.append((job, explained(error, job.expert)))
@@ -164,7 +167,10 @@ class CudaDevice(Device):
         is_whole = False
         try:
             with torch.cuda.stream(self._copies_in):
-                inputs, grads = self._copied_in(sound, received)
+                if are_small:
+                    inputs, grads = self._copied_in_stacked(sound, running)
+                else:
+                    inputs, grads = self._copied_in(sound, received)
             self._computing.wait_event(self._copies_in.record_event())
             with torch.cuda.stream(self._computing):
                 for part, outputs in self._computed(sound, inputs, grads, running):
@@ -187,9 +193,29 @@ class CudaDevice(Device):
             self._joined(others) if job.kept is None else list(job.kept)
             for job, (_, *others) in zip(jobs, received, strict=True)
         ]
-        for tensor in (tensor for tensors in inputs for tensor in tensors):
-            _keep_for(tensor, self._computing)
         return inputs[0] if len(inputs) == 1 else _Apart(inputs), grads
+
+    def _copied_in_stacked(
+        self, jobs: list[Job], running: _Running
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The same of small requests: stacked in pinned memory, so that each tensor takes one copy in."""
+        first = self._staged([job.received[0] for job in jobs], running)
+        if jobs[0].kind is JobKind.FORWARD:
+            return first, []
+        inputs = [
+            self._staged([job.received[1]], running) if job.kept is None else list(job.kept) for job in jobs
+        ]
+        return inputs[0] if len(inputs) == 1 else _Apart(inputs), first
+
+    def _staged(
+        self, parts: list[tuple[Sequence[EncodedMeta], Sequence[Any]]], running: _Running
+    ) -> list[torch.Tensor]:
+        staged = stacked(parts, self._pool.allocate)
+        running.held.append(staged)
+        copied = [tensor.to(self.torch_device, non_blocking=True) for tensor in staged]
+        for tensor in copied:
+            _keep_for(tensor, self._computing)
+        return copied
 
     def _joined(self, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         joined = []
@@ -231,9 +257,12 @@ class CudaDevice(Device):
                 )
             return
         if kind is JobKind.FORWARD:
-            for job, start, end in places(jobs):
-                if job.keep_as:
-                    self._kept.keep(job.keep_as, expert.uid, _owned(_cut(together, start, end)))
+            if jobs[0].is_small and len(jobs) > 1:
+                keep_stacked(self._kept, jobs, together)
+            else:
+                for job, start, end in places(jobs):
+                    if job.keep_as:
+                        self._kept.keep(job.keep_as, expert.uid, _owned(_cut(together, start, end)))
         yield jobs, outputs
 
     # --- copies out ---
@@ -242,10 +271,11 @@ class CudaDevice(Device):
         """Into one pinned buffer for each output, of which each job gets its part."""
         dense_outputs = [None if output is None else output.contiguous() for output in outputs]
         self._copies_out.wait_event(self._computing.record_event())
-        buffers: list[tuple[memoryview, TensorSpec] | None] = []
+        metas: list[EncodedMeta | None] = []
+        buffers: list[memoryview] = []
         for dense in dense_outputs:
             if dense is None:
-                buffers.append(None)
+                metas.append(None)
                 continue
             memory = self._pool.allocate(dense.numel() * dense.element_size())
             if len(memory):
@@ -253,10 +283,10 @@ class CudaDevice(Device):
                 _keep_for(dense, self._copies_out)
                 with torch.cuda.stream(self._copies_out):
                     tensor_over(memory).view(dense.dtype).copy_(dense.view(-1), non_blocking=True)
-            buffers.append((memory, TensorSpec(dtype_name(dense.dtype), tuple(dense.shape))))
-        total = sum(job.num_samples for job in jobs)
-        for job, start, end in places(jobs):
-            running.ended.append((job, _part_of(buffers, total, start, end)))
+            metas.append(EncodedMeta(PLAIN, TensorSpec(dtype_name(dense.dtype), tuple(dense.shape))))
+            buffers.append(memory)
+        sizes = [job.num_samples for job in jobs]
+        running.ended += zip(jobs, rows_of(metas, buffers, sizes), strict=True)
 
     def _finish(self, running: _Running) -> None:
         """On the other thread: wait until a batch has come through, and deliver it."""
@@ -264,7 +294,7 @@ class CudaDevice(Device):
         try:
             if running.done is not None:
                 running.done.synchronize()
-            results += [(job, _as_wanted(job, outcome)) for job, outcome in running.ended]
+            results += [(job, as_wanted(job, outcome)) for job, outcome in running.ended]
         except Exception as error:  # noqa: BLE001 - a GPU that has failed fails every batch
             results += [(job, explained(error, job.expert)) for job, _ in running.ended]
         running.held.clear()
@@ -310,31 +340,6 @@ def _owned(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         tensor.clone() if 2 * tensor.nbytes < tensor.untyped_storage().nbytes() else tensor
         for tensor in tensors
     ]
-
-
-def _part_of(
-    buffers: Sequence[tuple[memoryview, TensorSpec] | None], total: int, start: int, end: int
-) -> Outcome:
-    """What samples from `start` to `end` of `total` are answered with."""
-    metas: list[EncodedMeta | None] = []
-    parts: list[Any] = []
-    for buffer in buffers:
-        if buffer is None:
-            metas.append(None)
-            continue
-        memory, spec = buffer
-        row_bytes = len(memory) // total if total else 0
-        metas.append(EncodedMeta(PLAIN, TensorSpec(spec.dtype, (end - start, *spec.shape[1:]))))
-        parts.append(memory[start * row_bytes : end * row_bytes])
-    return tuple(metas), parts
-
-
-def _as_wanted(job: Job, outcome: Outcome) -> Outcome | Exception:
-    if job.codec == PLAIN:
-        return outcome
-    metas, parts = outcome
-    tensors = iter(unpack([meta.spec for meta in metas if meta is not None], parts))
-    return encoded(job, [None if meta is None else next(tensors) for meta in metas])
 
 
 def _keep_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:

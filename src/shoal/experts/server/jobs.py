@@ -27,6 +27,7 @@ from shoal.core.scope import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta
+from shoal.tensors.codecs.base import PLAIN
 from shoal.transport.messages import Reply
 
 log = logging.getLogger(__name__)
@@ -45,54 +46,32 @@ class JobKind(enum.Enum):
     BACKWARD = "backward"
 
 
-class Job:
+class Job(msgspec.Struct, eq=False):
     """One request, from its arrival to its answer."""
 
-    __slots__ = (
-        "arrived_s",
-        "client",
-        "codec",
-        "deadline",
-        "expert",
-        "is_dropped",
-        "is_small",
-        "is_taken",
-        "keep_as",
-        "kept",
-        "kind",
-        "num_samples",
-        "received",
-        "request_id",
-        "turn",
-        "waited_s",
-        "waiters",
-    )
-
-    def __init__(
-        self, kind: JobKind, expert: Expert, num_samples: int, client: Hashable, deadline: Deadline
-    ) -> None:
-        self.kind = kind
-        self.expert = expert
-        self.num_samples = num_samples
-        self.client = client
-        self.deadline = deadline
-        self.received: tuple[tuple[Sequence[EncodedMeta], Sequence[Any]], ...] = ()
-        """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
-        self.kept: Sequence[Any] | None = None
-        """Of a backward: the inputs of its forward, on the device."""
-        self.keep_as = b""
-        """The id under which inputs are to be kept (forward), or are kept (backward)."""
-        self.request_id = b""
-        self.codec = ""
-        self.arrived_s = time.monotonic()
-        self.turn = 0
-        """Where it stands in line: see `JobQueue`."""
-        self.waited_s = 0.0
-        self.is_small = False
-        """Whether it may be computed where it arrived."""
-        self.is_taken = False
-        self.is_dropped = False
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
+    kind: JobKind
+    expert: Expert
+    num_samples: int
+    client: Hashable
+    deadline: Deadline
+    received: tuple[tuple[Sequence[EncodedMeta], Sequence[Any]], ...] = ()
+    """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
+    kept: Sequence[Any] | None = None
+    """Of a backward: the inputs of its forward, on the device."""
+    keep_as: bytes = b""
+    """The id under which inputs are to be kept (forward), or are kept (backward)."""
+    request_id: bytes = b""
+    codec: str = PLAIN
+    arrived_s: float = msgspec.field(default_factory=time.monotonic)
+    turn: int = 0
+    """Where it stands in line: see `JobQueue`."""
+    waited_s: float = 0.0
+    is_small: bool = False
+    """Whether its tensors are plain, and few bytes: it may be computed where it arrived, and can be `stacked`
+    with others."""
+    is_taken: bool = False
+    is_dropped: bool = False
+    waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
 
 class JobQueue:
@@ -301,16 +280,25 @@ class InputCache:
         return len(self._kept)
 
     def keep(self, key: bytes, uid: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors; the oldest go when there are too many."""
-        size_bytes = _ENTRY_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if size_bytes > self._max_bytes:
+        """Keep the tensors of a request; the oldest go when there are too many."""
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.keep_all(uid, [(key, tensors)], size_bytes)
+
+    def keep_all(
+        self, uid: str, kept: Sequence[tuple[bytes, Sequence[torch.Tensor]]], size_bytes: int
+    ) -> None:
+        """Keep the tensors of several requests, which share memory that counts until the last one goes."""
+        if _ENTRY_BYTES * len(kept) + size_bytes > self._max_bytes:
             return
         now_s = time.monotonic()
+        memory = _SharedMemory(size_bytes, len(kept))
         with self._lock:
-            if (known := self._kept.pop(key, None)) is not None:
-                self.used_bytes -= known.size_bytes
-            self._kept[key] = _Inputs(uid, tensors, size_bytes, now_s)
             self.used_bytes += size_bytes
+            for key, tensors in kept:
+                if (known := self._kept.pop(key, None)) is not None:
+                    self._let_go(known)
+                self._kept[key] = _Inputs(uid, tensors, memory, now_s)
+                self.used_bytes += _ENTRY_BYTES
             self._drop_oldest(now_s)
 
     def sweep(self) -> None:
@@ -324,7 +312,13 @@ class InputCache:
             if self.used_bytes <= self._max_bytes and oldest.since_s >= now_s - self._max_age_s:
                 break
             self._kept.popitem(last=False)
-            self.used_bytes -= oldest.size_bytes
+            self._let_go(oldest)
+
+    def _let_go(self, inputs: _Inputs) -> None:
+        self.used_bytes -= _ENTRY_BYTES
+        inputs.memory.num_users -= 1
+        if inputs.memory.num_users == 0:
+            self.used_bytes -= inputs.memory.size_bytes
 
     def find(self, key: bytes, uid: str) -> Sequence[torch.Tensor] | None:
         """Those that were kept, while they are; they stay until `drop`."""
@@ -335,7 +329,7 @@ class InputCache:
         """They are needed no more."""
         with self._lock:
             if (known := self._kept.pop(key, None)) is not None:
-                self.used_bytes -= known.size_bytes
+                self._let_go(known)
 
 
 class BackwardAnswers:
@@ -398,10 +392,17 @@ class BackwardAnswers:
         return known
 
 
+class _SharedMemory(msgspec.Struct):
+    """What the inputs of requests that were computed together lie in."""
+
+    size_bytes: int
+    num_users: int
+
+
 class _Inputs(msgspec.Struct, frozen=True):
     uid: str
     tensors: Sequence[Any]
-    size_bytes: int
+    memory: _SharedMemory
     since_s: float
 
 

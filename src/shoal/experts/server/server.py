@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -45,12 +45,14 @@ from shoal.experts.wire import (
     Info,
     InfoRequest,
     check_sizes,
+    fitting,
     num_buffers,
     specs_of,
 )
-from shoal.tensors import EncodedMeta, codec_from_name
+from shoal.tensors import codec_from_name
 from shoal.tensors.codecs.base import PLAIN
 from shoal.transport import Endpoint, Head, Reply
+from shoal.transport.frames import INLINE_BYTES
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -92,8 +94,16 @@ class ExpertServer:
             await self._thread.run_from_async(self._prepare())
             routes = self.endpoint.routes
             routes.add(INFO, self._serve_info, None, InfoRequest)
-            routes.add(FORWARD, self._serve_forward, self._allocate_forward, ForwardRequest)
-            routes.add(BACKWARD, self._serve_backward, self._allocate_backward, BackwardRequest)
+            routes.add(
+                FORWARD, self._serve_forward, self._allocate_forward, ForwardRequest, is_allocating_late=True
+            )
+            routes.add(
+                BACKWARD,
+                self._serve_backward,
+                self._allocate_backward,
+                BackwardRequest,
+                is_allocating_late=True,
+            )
             for method in (INFO, FORWARD, BACKWARD):
                 closing.callback(routes.remove, method)
             self._closing = closing.pop_all()
@@ -162,31 +172,45 @@ class ExpertServer:
     def _serve_info(self, head: Head, _: Sequence[memoryview]) -> Reply:
         return Reply(Info(self._expert(head.payload.uid).schema, self.settings.max_batch_size))
 
-    def _allocate_forward(self, head: Head) -> Sequence[Any]:
+    def _allocate_forward(self, head: Head) -> Sequence[Any] | None:
         self._check_forward(head)
-        return self._memory(head)
+        return self.device.allocate(head)
 
-    def _allocate_backward(self, head: Head) -> Sequence[Any]:
+    def _allocate_backward(self, head: Head) -> Sequence[Any] | None:
         self._check_backward(head)
-        return self._memory(head)
+        return self.device.allocate(head)
 
-    def _check_forward(self, head: Head) -> None:
-        """Refuse what is no request for an expert of this server, before its buffers are received."""
+    def _check_forward(self, head: Head) -> tuple[Expert, int, bool]:
+        """Refuse what is no request for an expert of this server, before its buffers are received.
+
+        Returns the expert, the number of samples, and whether these are few bytes of plain tensors.
+        """
         self._check_open()
         request: ForwardRequest = head.payload
-        num_samples = self._expert(request.uid).schema.check_inputs(specs_of(request.inputs))
+        expert = self._expert(request.uid)
+        if (known := fitting(expert.schema.inputs, request.inputs, head.sizes)) is not None:
+            self._check_batch(known.num_samples, request.codec)
+            return expert, known.num_samples, known.size_bytes <= _SMALL_BYTES
+        num_samples = expert.schema.check_inputs(specs_of(request.inputs))
         self._check_batch(num_samples, request.codec)
         check_sizes(request.inputs, head.sizes)
+        return expert, num_samples, False
 
-    def _check_backward(self, head: Head) -> None:
+    def _check_backward(self, head: Head) -> tuple[Expert, int, bool]:
         self._check_open()
         request: BackwardRequest = head.payload
-        schema = self._expert(request.uid).schema
+        expert = self._expert(request.uid)
+        schema, metas = expert.schema, (*request.grad_outputs, *request.inputs)
+        schemas = (*schema.outputs, *schema.inputs) if request.inputs else schema.outputs
+        if (known := fitting(schemas, metas, head.sizes)) is not None:
+            self._check_batch(known.num_samples, request.codec)
+            return expert, known.num_samples, known.size_bytes <= _SMALL_BYTES
         num_samples = schema.check_outputs(specs_of(request.grad_outputs))
         if request.inputs and schema.check_inputs(specs_of(request.inputs)) != num_samples:
             raise TensorError(f"outputs for {num_samples} samples came with inputs for others")
         self._check_batch(num_samples, request.codec)
-        check_sizes((*request.grad_outputs, *request.inputs), head.sizes)
+        check_sizes(metas, head.sizes)
+        return expert, num_samples, False
 
     def _check_batch(self, num_samples: int, codec: str) -> None:
         if not 0 <= num_samples <= self.settings.max_batch_size:
@@ -197,47 +221,51 @@ class ExpertServer:
         if codec != PLAIN:
             codec_from_name(codec)
 
-    def _memory(self, head: Head) -> Sequence[Any]:
-        given = self.device.allocate(head)
-        return self.endpoint.streams.pool.allocate_all(head.sizes) if given is None else given
-
     def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
+        expert, num_samples, is_small = self._check_forward(head)
         request: ForwardRequest = head.payload
-        if not head.sizes:  # then nothing was allocated, and nothing checked
-            self._check_forward(head)
-        num_samples = request.inputs[0].spec.shape[0]
-        job = Job(
-            JobKind.FORWARD, self._expert(request.uid), num_samples, head.peer.id or head.peer, head.deadline
+        return self._reply_to(
+            Job(
+                JobKind.FORWARD,
+                expert,
+                num_samples,
+                head.peer.id or head.peer,
+                head.deadline,
+                received=((request.inputs, buffers),),
+                keep_as=request.keep_as,
+                codec=request.codec,
+                is_small=is_small,
+            )
         )
-        job.received = ((request.inputs, buffers),)
-        job.is_small = _is_small(head, request.inputs)
-        job.keep_as = request.keep_as
-        job.codec = request.codec
-        return self._reply_to(job)
 
     def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
+        expert, num_samples, is_small = self._check_backward(head)
         request: BackwardRequest = head.payload
-        if not head.sizes:
-            self._check_backward(head)
-        expert = self._expert(request.uid)
         known = self._applied.find(expert, request.request_id)
         if known is not None:
             return self._reply_again(known)
         kept = None
         if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
             return Reply(Answer((), is_missing_inputs=True))
-        num_samples = request.grad_outputs[0].spec.shape[0]
         if kept is not None and len(kept[0]) != num_samples:
             raise TensorError(f"gradients for {num_samples} samples, of which {len(kept[0])} were asked")
-        job = Job(JobKind.BACKWARD, expert, num_samples, head.peer.id or head.peer, head.deadline)
-        num_grads = sum(map(num_buffers, request.grad_outputs))
-        job.received = ((request.grad_outputs, buffers[:num_grads]),)
+        received: tuple[Any, ...] = ((request.grad_outputs, buffers),)
         if kept is None:
-            job.received += ((request.inputs, buffers[num_grads:]),)
-        job.is_small = _is_small(head, (*request.grad_outputs, *request.inputs))
-        job.kept, job.keep_as = kept, request.kept_as
-        job.request_id = request.request_id
-        job.codec = request.codec
+            num_grads = sum(map(num_buffers, request.grad_outputs))
+            received = (request.grad_outputs, buffers[:num_grads]), (request.inputs, buffers[num_grads:])
+        job = Job(
+            JobKind.BACKWARD,
+            expert,
+            num_samples,
+            head.peer.id or head.peer,
+            head.deadline,
+            received=received,
+            kept=kept,
+            keep_as=request.kept_as,
+            request_id=request.request_id,
+            codec=request.codec,
+            is_small=is_small,
+        )
         first = self._applied.begin(job)
         return self._reply_to(job) if first is job else self._reply_again(first)
 
@@ -251,8 +279,12 @@ class ExpertServer:
         """Have a job done, or wait for one that is under way."""
         try:
             self._check_open()
-            can_be_inline = not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here
-            if can_be_inline and self._inline.try_begin(job):
+            if (
+                not is_again
+                and self._queue.num_waiting == 0
+                and self.device.can_compute_here
+                and self._inline.try_begin(job)
+            ):
                 return self._reply_at_once(job)
             waiter: Waiter = asyncio.get_running_loop().create_future()
             if not is_again:
@@ -269,17 +301,18 @@ class ExpertServer:
         return waiter
 
     def _reply_at_once(self, job: Job) -> Reply:
-        with self._lock:
-            self._num_open += 1
         began_s = time.perf_counter()
         try:
             outcome = self.device.compute_here(job)
         finally:
             self._inline.end(job, time.perf_counter() - began_s)
         reply = self._reply(job, outcome)
-        if isinstance(reply, Exception):
-            self._on_sent()
-            raise reply
+        if type(reply) is not Reply:
+            raise cast("Exception", reply)
+        if sum(map(len, reply.buffers)) > INLINE_BYTES:  # else it is copied, and on its way, at once
+            with self._lock:
+                self._num_open += 1
+            reply.on_sent = self._on_sent
         return reply
 
     def _on_reply(self, job: Job, waiter: Waiter) -> None:
@@ -362,19 +395,28 @@ class ExpertServer:
 
     def _deliver(self, results: Results) -> None:
         """Tell what became of jobs. For any thread."""
-        self._queue.finish([(job, self._reply(job, outcome)) for job, outcome in results])
+        told: list[tuple[Job, Reply | Exception]] = []
+        for job, outcome in results:
+            reply = self._reply(job, outcome)
+            if isinstance(reply, Reply):
+                reply.on_sent = self._on_sent
+            told.append((job, reply))
+        self._queue.finish(told)
 
     def _reply(self, job: Job, outcome: Outcome | Exception) -> Reply | Exception:
         """Take note of what became of a job, and say it as its clients are told."""
-        is_failed = isinstance(outcome, Exception)
-        if job.kind is JobKind.BACKWARD:
-            self._applied.end(job, None if isinstance(outcome, Exception) else outcome)
-            if job.keep_as and not is_failed:
-                self.kept.drop(job.keep_as)
-        self.statistics.count(job, is_failed=is_failed)
         if isinstance(outcome, Exception):
+            if job.kind is JobKind.BACKWARD:
+                self._applied.end(job, None)
+            self.statistics.count(job, is_failed=True)
             return outcome
-        return Reply(Answer(outcome[0], job.waited_s), outcome[1], on_sent=self._on_sent)
+        if job.kind is JobKind.BACKWARD:
+            self._applied.end(job, outcome)
+            if job.keep_as:
+                self.kept.drop(job.keep_as)
+        self.statistics.count(job, is_failed=False)
+        metas, buffers = outcome
+        return Reply(Answer(metas, job.waited_s), buffers)
 
 
 def make_device(settings: ServerSettings, kept: InputCache) -> Device:
@@ -447,11 +489,6 @@ class InlineComputing:
         if seconds > _QUICK_S or not self._is_quick.get(key):  # else nothing can have changed
             # not their mean: threads that take turns make single ones seem slow
             self._is_quick[key] = sorted(latest_s)[len(latest_s) // 4] <= _QUICK_S
-
-
-def _is_small(head: Head, metas: Sequence[EncodedMeta]) -> bool:
-    """Whether a request is small, as it came and as it is: what is compressed may become large."""
-    return head.total_bytes <= _SMALL_BYTES and all(meta.codec == PLAIN for meta in metas)
 
 
 class ServerStatistics:

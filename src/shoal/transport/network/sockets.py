@@ -348,6 +348,15 @@ class DirectSender(asyncio.Transport):
 
     def write(self, data: Buffer) -> None:
         """Send now what the kernel takes, and the rest when it takes more."""
+        if not self._unsent and not self._is_closing and not self._is_deaf:
+            view = memoryview(data)
+            try:
+                sent = self._socket.send(view)
+            except OSError:  # what it means is said below
+                sent = 0
+            if sent == len(view):
+                return
+            data = view[sent:]
         self.writelines((data,))
 
     def writelines(self, list_of_data: Iterable[Buffer]) -> None:

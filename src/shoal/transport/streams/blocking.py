@@ -13,9 +13,10 @@ import math
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import (
     SYSTEM_CLOCK,
@@ -42,6 +43,7 @@ from shoal.transport.trust.tls import explain
 
 if TYPE_CHECKING:
     import msgspec
+    from typing_extensions import Buffer
 
     from shoal.transport.streams.transport import StreamTransport
 
@@ -49,6 +51,9 @@ MAX_CALL_BYTES = frames.INLINE_BYTES
 """The most that the buffers of a call may have; answers may be of any size."""
 _MAX_IDLE = 256  # connections to all peers together that wait for their next call
 _DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is more patient
+_FRESH_S = 0.01  # after a call, during which nobody asks the kernel whether the peer has left
+_LOOK_S = 1.0  # how often a thread that waits looks at its deadline, where that is far
+_TIMEVAL = struct.Struct("@ll")
 _DIAL_AGAIN_S = 5.0  # after a peer has had no place for one more connection
 
 
@@ -75,21 +80,18 @@ class BlockingCaller:
         decoder: msgspec.msgpack.Decoder[Any] | None = None,
     ) -> Reply:
         """Ask and wait for the answer, whose payload `decoder` reads; fails as `StreamTransport.call`."""
-        outcome: Reply | Exception = ConnectionRetired()
-        while isinstance(outcome, ConnectionRetired):  # a new connection is not, or fails to begin
+        while True:
             connection = self._take(peer) or self._dial(peer, deadline)
             try:
                 outcome = connection.call(method, payload, buffers, deadline, decoder)
             except BaseException:
                 connection.close()
                 raise
-            if connection.is_usable:
-                self._put_back(peer, connection)
-            else:
-                connection.close()
-        if isinstance(outcome, Reply):
-            return outcome
-        raise outcome
+            self._put_back(peer, connection)
+            if type(outcome) is Reply:
+                return outcome
+            if not isinstance(outcome, ConnectionRetired):  # else a new one is not, or fails to begin
+                raise cast("Exception", outcome)
 
     def close(self) -> None:
         """Close connections that wait; those in use are closed when their calls have ended."""
@@ -103,8 +105,7 @@ class BlockingCaller:
     def _take(self, peer: Peer) -> _BlockingConnection | None:
         while True:
             with self._lock:
-                connections = self._idle.get(peer)
-                if not connections:
+                if not (connections := self._idle.get(peer)):
                     return None
                 connection = connections.pop()
                 self._num_idle -= 1
@@ -131,10 +132,12 @@ class BlockingCaller:
     def _put_back(self, peer: Peer, connection: _BlockingConnection) -> None:
         dropped: list[_BlockingConnection] = []
         with self._lock:
-            if not self.is_open:
+            if not (self.is_open and connection.is_usable):
                 dropped.append(connection)
             else:
-                self._idle.setdefault(peer, []).append(connection)
+                if (connections := self._idle.get(peer)) is None:
+                    connections = self._idle[peer] = []
+                connections.append(connection)
                 self._num_idle += 1
                 if self._num_idle > _MAX_IDLE:  # those of the peer that was met first
                     dropped = self._idle.pop(next(iter(self._idle)))
@@ -158,6 +161,7 @@ class _BlockingConnection:
         self._method = "hello"
         self._payload_decoder: msgspec.msgpack.Decoder[Any] | None = None
         self._outcome: Reply | Exception | None = None
+        self._deadline = deadline
         self.is_usable = True
         """Whether further calls may be made; not once the peer has said goodbye."""
         timeout_s = min(_DIAL_S, self._limits.handshake_s, deadline.remaining_s)
@@ -181,6 +185,11 @@ class _BlockingConnection:
             raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._used_at_s = SYSTEM_CLOCK.now_s()
+        self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
+        self._limit_s = 0.0
+        if self._is_plain:
+            self._socket.settimeout(None)
 
     def _greet(self, transport: StreamTransport) -> None:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -201,7 +210,10 @@ class _BlockingConnection:
 
     def is_fresh(self) -> bool:
         """Whether it can be used again: a peer that has left, or closed it, has made it readable."""
-        return self._is_allowed and not self._poll.poll(0)
+        if not self._is_allowed:
+            return False
+        # what has come just now, a goodbye, is read with the next answer
+        return SYSTEM_CLOCK.now_s() - self._used_at_s < _FRESH_S or not self._poll.poll(0)
 
     @property
     def _is_allowed(self) -> bool:
@@ -220,8 +232,8 @@ class _BlockingConnection:
         remaining_s = deadline.at_s - deadline.clock.now_s()
         if remaining_s <= 0:
             raise DeadlineExceeded(f"{method} at {self._peer}: the deadline had passed before it was sent.")
-        views = byte_views(buffers) if buffers else ()
-        sizes = [len(view) for view in views]
+        views = byte_views(buffers) if buffers else []
+        sizes = list(map(len, views))
         total_bytes = sum(sizes)
         if total_bytes > MAX_CALL_BYTES:
             raise UsageError(f"{method} has {total_bytes:,} bytes, which is no small call.")
@@ -233,12 +245,19 @@ class _BlockingConnection:
         self._method = method
         self._payload_decoder = decoder
         self._outcome = None
+        self._deadline = deadline
         header = frames.HEADER.pack(
             frames.MAGIC, frames.VERSION, _REQUEST, len(head), self._call_id, total_bytes
         )
+        message = b"".join((header, head, *views))
         try:
-            self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
-            self._socket.sendall(b"".join((header, head, *views)))
+            if not self._is_plain:
+                self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
+                self._socket.sendall(message)
+            else:
+                self._limit_wait(remaining_s)
+                if (sent := self._send(message)) < len(message):
+                    self._send_rest(memoryview(message)[sent:])
             return self._receive_outcome()
         except TimeoutError:
             raise DeadlineExceeded(
@@ -247,6 +266,40 @@ class _BlockingConnection:
             ) from None
         except OSError as error:
             raise self._lost(str(error)) from error
+        finally:
+            self._used_at_s = SYSTEM_CLOCK.now_s()
+
+    def _limit_wait(self, seconds: float) -> None:
+        """Have the kernel wake this thread after so long, to look at the deadline.
+
+        With a timeout of its own, a Python socket asks the kernel twice for each time that it sends or
+        receives. This one is set once, and again only for a call whose deadline is near.
+        """
+        limit_s = min(seconds, _LOOK_S)
+        if limit_s != self._limit_s:
+            self._limit_s = limit_s
+            whole_s, us = divmod(max(1, int(limit_s * 1e6)), 1_000_000)  # zero would be for ever
+            wait = _TIMEVAL.pack(whole_s, us)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+
+    def _look_at_deadline(self) -> None:
+        """TimeoutError once the time is over, after the kernel has waited for a while."""
+        remaining_s = self._deadline.remaining_s
+        if not self._is_plain or remaining_s <= 0:
+            raise TimeoutError
+        self._limit_wait(remaining_s)
+
+    def _send(self, some: Buffer) -> int:
+        while True:
+            try:
+                return self._socket.send(some)
+            except BlockingIOError:
+                self._look_at_deadline()
+
+    def _send_rest(self, rest: memoryview) -> None:
+        while rest:
+            rest = rest[self._send(rest) :]
 
     def close(self) -> None:
         """End the connection; the peer drops what is under way."""
@@ -258,7 +311,11 @@ class _BlockingConnection:
     def _receive_outcome(self) -> Reply | Exception:
         decoder, receive_into = self._decoder, self._socket.recv_into
         while self._outcome is None:
-            num_bytes = receive_into(decoder.get_buffer())
+            try:
+                num_bytes = receive_into(decoder.get_buffer())
+            except BlockingIOError:
+                self._look_at_deadline()
+                continue
             if num_bytes == 0:
                 raise self._lost("the other side closed it.")
             try:
@@ -295,8 +352,9 @@ class _BlockingConnection:
             raise ProtocolError(f"A {FrameKind(kind).name} frame came that nothing here asked for.")
 
     def _on_reply(self, head: frames.MessageHead, body: memoryview) -> None:
+        decoder = self._payload_decoder
         try:
-            payload = frames.decode_payload(head.payload, self._payload_decoder)
+            payload = frames.decode_payload(head.payload) if decoder is None else decoder.decode(head.payload)
         except frames.UNREADABLE as error:
             raise PeerRefused(
                 f"{self._peer} answered what cannot be read: {error}.", peer=self._peer

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 
@@ -316,35 +316,47 @@ class Serving:
 
     def on_request(self, call_id: int, wire: frames.RequestHead, body: memoryview) -> None:
         """A request has come, or begins to arrive when its buffers are large."""
-        if call_id % 2 != self._parity or call_id <= self.last_call_id:
+        if call_id <= self.last_call_id or call_id % 2 != self._parity:
             raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
         self.last_call_id = call_id
+        connection = self._connection
+        sizes = wire.sizes
         try:
-            route, head = self._accept(wire)
+            if (
+                len(self.calls) >= self._max_calls
+                or connection.outbox.waiting_bytes > self._max_waiting_bytes
+                or not connection.is_usable
+            ):
+                self._refuse()
+            total_bytes = 0
+            if sizes:
+                total_bytes = sum(sizes)
+                if len(sizes) > 1 or not 0 <= total_bytes <= self._max_message_bytes:
+                    connection.limits.check_sizes(sizes)
+                if wire.mode == _CHANNEL:
+                    raise ProtocolError("A channel's request came with buffers; they belong into items.")
+            route, head = connection.routes.accept(wire, sizes, connection.peer, self._clock)
         except ShoalError as error:
             self._send_error(call_id, error)
             return
-        total_bytes = sum(wire.sizes) if wire.sizes else 0
         if route.is_plain_function and len(body) == total_bytes:
             self._serve_at_once(call_id, route, head, body)
             return
         payload_bytes = len(memoryview(wire.payload))
         if payload_bytes <= _LARGE_HEAD_BYTES:
             payload_bytes = 0
-        elif not self._connection.budget.try_take(payload_bytes, may_pass=True):
+        elif not connection.budget.try_take(payload_bytes, may_pass=True):
             self._send_error(call_id, PeerBusy("too many large payloads are here already.", next_step=_LATER))
             return
         call = self._open(call_id, route, head, wire.mode)
         call.held_bytes = payload_bytes
         if call.channel is not None:
-            budget_bytes = self._connection.budget.max_bytes
-            self._admit(call, min(self._connection.limits.channel_window_bytes, budget_bytes), body)
+            budget_bytes = connection.budget.max_bytes
+            self._admit(call, min(connection.limits.channel_window_bytes, budget_bytes), body)
         elif total_bytes:
             self._admit(call, total_bytes, body)
-        elif not wire.sizes or self._allocate(call):  # buffers may be empty and yet be there
-            self._connection.arrivals.receive(
-                call_id, call.buffers, body, functools.partial(self._start, call)
-            )
+        elif not sizes or self._allocate(call):  # buffers may be empty and yet be there
+            connection.arrivals.receive(call_id, call.buffers, body, functools.partial(self._start, call))
 
     def on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
         """The caller no longer wants the answer."""
@@ -376,8 +388,8 @@ class Serving:
         for call in tuple(self.calls.values()):
             self._abandon(call)
 
-    def _accept(self, wire: frames.RequestHead) -> tuple[Route, Head]:
-        """Find who answers a request; raises what its caller is told when nobody does."""
+    def _refuse(self) -> NoReturn:
+        """Raise why this connection takes no request now."""
         connection = self._connection
         if len(self.calls) >= self._max_calls:
             raise PeerBusy(
@@ -386,25 +398,20 @@ class Serving:
             )
         if connection.outbox.waiting_bytes > self._max_waiting_bytes:
             raise PeerBusy("earlier answers have not been read.", next_step="read them, then try again.")
-        if not connection.is_usable:
-            raise PeerLeaving("this peer is leaving.", next_step="ask another peer.")
-        sizes = wire.sizes
-        if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
-            connection.limits.check_sizes(sizes)
-        if sizes and wire.mode == _CHANNEL:
-            raise ProtocolError("A channel's request came with buffers; they belong into items.")
-        return connection.routes.accept(wire, sizes, connection.peer, self._clock)
+        raise PeerLeaving("this peer is leaving.", next_step="ask another peer.")
 
     def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:
         """A plain function whose buffers are here: done before the next frame is looked at."""
         try:
             connection = self._connection
-            if route.allocate is None and connection.arrivals.is_plain(head.sizes, body):
-                buffers: Sequence[memoryview] = (
-                    connection.pool.copy_in(head.sizes, body) if head.sizes else ()
-                )
+            sizes = head.sizes
+            allocate = None if route.is_allocating_late else route.allocate
+            if not sizes:
+                buffers: Sequence[memoryview] = ()
+            elif allocate is None and connection.arrivals.is_plain(sizes, body):
+                buffers = connection.pool.copy_in(sizes, body)
             else:
-                buffers = memory_for(head, route.allocate, connection.pool) if head.sizes else ()
+                buffers = memory_for(head, allocate, connection.pool)
                 connection.arrivals.receive(call_id, buffers, body, _nothing)
             reply = route.serve(head, buffers)  # type: ignore[misc]
             if isinstance(reply, asyncio.Future):
@@ -422,9 +429,8 @@ class Serving:
             self._tell_failure(call_id, head, error)
             return
         try:
-            self._send_reply(
-                call_id, head, reply, functools.partial(release, reply) if reply.on_sent else None
-            )
+            on_sent = None if reply.on_sent is None else functools.partial(release, reply)
+            self._send_reply(call_id, head, reply, on_sent)
         except UsageError as error:
             release(reply)
             self._tell_failure(call_id, head, error)

@@ -6,6 +6,7 @@ final memory and are never copied. Small frames share one scratch buffer, many o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ _TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 _MAX_BODY_BYTES = tuple(
     _BODY_LIMITS.get(FrameKind(number), 0) if number else 0 for number in range(_NUM_KINDS)
 )
+_WORD_FIRST = struct.Struct("<IIQQ")  # a header, whose magic, version and kind are read as one number
+_USUAL: dict[int, tuple[int, Any]] = {
+    int.from_bytes(struct.pack("<2sBB", MAGIC, VERSION, kind), "little"): (int(kind), DECODERS[kind])
+    for kind in (FrameKind.REQUEST, FrameKind.REPLY)
+}
 
 
 OnFrame = Callable[[int, int, Any, memoryview], None]
@@ -113,11 +119,34 @@ class FrameDecoder:
         if self._chunk_left and (self._is_dropping or self._is_direct()):
             self._advance(num_bytes)
             return
+        if not self._filled and not self._chunk_left and self._is_one_frame(num_bytes):
+            return
         self._filled += num_bytes
         if self._filled == len(self._scratch) and self._usual_bytes < self._most_bytes:
             # there is more than fits: only a connection that is busy gets much memory
             self._usual_bytes = min(_GROWTH * self._usual_bytes, self._most_bytes)
         self._parse()
+
+    def _is_one_frame(self, num_bytes: int) -> bool:
+        """Pass a whole request or reply on, when nothing else has come; all the rest is `_parse`'s."""
+        scratch = self._scratch
+        if not HEADER.size <= num_bytes < len(scratch):
+            return False
+        word, head_bytes, call_id, body_bytes = _WORD_FIRST.unpack_from(scratch)
+        usual = _USUAL.get(word)
+        body_start = HEADER.size + head_bytes
+        if usual is None or body_start + body_bytes != num_bytes or head_bytes > self._max_head_bytes:
+            return False
+        number, decoder = usual
+        try:
+            head = decoder.decode(bytes(scratch[HEADER.size : body_start]))
+        except UNREADABLE:
+            return False
+        if body_bytes > INLINE_BYTES:
+            return False
+        self.num_frames += 1
+        self._on_frame(number, call_id, head, scratch[body_start:num_bytes])
+        return True
 
     def _is_direct(self) -> bool:
         return len(self._targets) == 1 or len(self._targets[-1]) >= _DIRECT_FROM_BYTES

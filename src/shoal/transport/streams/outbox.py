@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, FrameKind, frame
+from shoal.transport.frames import (
+    EAGER_BYTES,
+    HEADER,
+    INLINE_BYTES,
+    MAGIC,
+    MAX_CHUNK_BYTES,
+    VERSION,
+    FrameKind,
+    frame,
+)
 from shoal.transport.memory import Cursor
 
 _MIN_CHUNK_BYTES = 64 << 10
@@ -104,9 +113,8 @@ class Outbox:
         """
         total_bytes = sum(map(len, views)) if views else 0
         if total_bytes <= INLINE_BYTES:
-            self._small.append(frame(kind, call_id, head, total_bytes))
-            for view in views:
-                self._small.append(bytes(view))
+            header = HEADER.pack(MAGIC, VERSION, kind, len(head), call_id, total_bytes)
+            self._small.append(b"".join((header, head, *views)))
             if on_sent is not None:
                 on_sent()
         else:
@@ -221,7 +229,8 @@ class Outbox:
     def let_go(self) -> None:
         """Send what was held back, without waiting for the next turn of the loop."""
         self._is_scheduled = False
-        self.flush_small()
+        if self._small and not self.is_paused and not self._is_closed:
+            self._write_small()
         if self._bodies or self._sent:
             self._schedule()
 
