@@ -39,6 +39,7 @@ from shoal.core import (
     LoopThread,
     Peer,
     Scope,
+    StandingScope,
     UsageError,
     fanout,
 )
@@ -77,7 +78,7 @@ class SwarmFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `shoal bench swarm` measures."""
+    """What is measured in each start."""
 
     num_peers: int = 4
     size_bytes: int = 100 << 20
@@ -149,6 +150,7 @@ class _BenchPeer:
         self._optimizer = CommittedSGD(0.5)
         self._make = SwarmRun
         self._run: Any = None
+        self._standing = StandingScope("bench peer")
         self._steps: list[tuple[int, float]] = []
         self._cpu_s: dict[str, float] = {}
         generator = torch.Generator().manual_seed(self._number)
@@ -184,7 +186,8 @@ class _BenchPeer:
             may_found=not contacts,
         )
         await self._run.__aenter__()
-        self._notes = asyncio.ensure_future(self._note_steps())
+        scope = await self._standing.open()
+        scope.start_soon(self._note_steps(), name="note steps")
         while not self._run.is_member:
             await asyncio.sleep(0.01)
             if time.monotonic() - began_s > _MEET_S:
@@ -196,23 +199,23 @@ class _BenchPeer:
             await self._run.next_commit()
             self._steps.append((self._run.state.num_steps, time.monotonic()))
 
-    def contribute(self) -> dict[str, Any]:
+    def contribute(self, samples: int = 1) -> dict[str, Any]:
         """Adds a gradient; returns when it began to."""
-        return self.loop.run(self._contribute())
+        return self.loop.run(self._contribute(samples))
 
-    async def _contribute(self) -> dict[str, Any]:
+    async def _contribute(self, samples: int) -> dict[str, Any]:
         now_s = time.monotonic()
         self._cpu_s["begun"] = time.process_time()
-        self._run.add(self._gradient, 1)
+        self._run.add(self._gradient, samples)
         return {"began_s": now_s, "steps": self._run.state.num_steps}
 
-    def wait_for_step(self, after: int, limit_s: float) -> dict[str, Any]:
-        """Waits for the first step after so many; returns when it was committed here."""
-        return self.loop.run(self._wait_for_step(after, limit_s))
+    def wait_for_step(self, after: int, limit_s: float, since_s: float = 0.0) -> dict[str, Any]:
+        """Waits for the first step after so many, and after a time; returns when it was committed here."""
+        return self.loop.run(self._wait_for_step(after, limit_s, since_s))
 
-    async def _wait_for_step(self, after: int, limit_s: float) -> dict[str, Any]:
+    async def _wait_for_step(self, after: int, limit_s: float, since_s: float) -> dict[str, Any]:
         until_s = time.monotonic() + limit_s
-        while not (times := [at_s for steps, at_s in self._steps if steps > after]):
+        while not (times := [at_s for steps, at_s in self._steps if steps > after and at_s > since_s]):
             if time.monotonic() > until_s:
                 return {"at_s": None}
             await asyncio.sleep(0.005)
@@ -485,9 +488,10 @@ class SwarmScenario:
         time.sleep(self._choice.uniform(0, usual_s))
         hit_s = time.monotonic()
         victim.hit(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        # a peer that has gone on computes more: what the victim took along is not waited for
-        swarm.ask("contribute", others)
-        ends = swarm.ask("wait_for_step", others, after=steps, limit_s=_HUNG_S)
+        # who has gone on computes more: what the victim took along is not waited for, and where the signal
+        # came too late for the round it is timed in the next one
+        swarm.ask("contribute", others, samples=self._config.num_peers)
+        ends = swarm.ask("wait_for_step", others, after=steps, limit_s=_HUNG_S, since_s=hit_s)
         if spare is not None:
             swarm.members.remove(victim)
             swarm.add(spare)
@@ -495,7 +499,7 @@ class SwarmScenario:
             victim.hit(signal.SIGCONT)
         if any(end["at_s"] is None for end in ends):
             return None
-        return float(max(0.0, *(end["at_s"] - hit_s for end in ends)))
+        return float(max(end["at_s"] for end in ends) - hit_s)
 
     def _victim(self, swarm: _Swarm, role: str, looks: Sequence[Mapping[str, Any]]) -> _Member:
         """Chooses by role; one peer is never hit, and its memory tells of all failed rounds."""

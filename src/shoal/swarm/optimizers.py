@@ -86,15 +86,16 @@ class CommittedAdam(msgspec.Struct, frozen=True):
         kept["power1"] *= self.beta1
         kept["power2"] *= self.beta2
         for block in _blocks(gradient, parameters, kept["mean"], kept["square"]):
-            self._step(*block, 1 - kept["power1"], 1 - kept["power2"])
+            self._step(1 - kept["power1"], 1 - kept["power2"], *block)
 
     def _step(
         self,
+        mean_share: float,
+        square_share: float,
         change: torch.Tensor,
         part: torch.Tensor,
         mean: torch.Tensor,
         square: torch.Tensor,
-        *corrections: float,
     ) -> None:
         if self.weight_decay and self.is_decoupled:
             part *= 1 - self.learning_rate * self.weight_decay
@@ -106,9 +107,9 @@ class CommittedAdam(msgspec.Struct, frozen=True):
         change *= 1 - self.beta2
         square *= self.beta2
         square += change
-        below = torch.sqrt(square / corrections[1])
+        below = torch.sqrt(square / square_share)
         below += self.epsilon
-        torch.div(mean, corrections[0], out=change)
+        torch.div(mean, mean_share, out=change)
         change *= self.learning_rate
         change /= below
         part -= change
