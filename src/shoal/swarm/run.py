@@ -143,6 +143,10 @@ class SwarmRun:
         self.history: deque[tuple[bytes, int, bytes]] = deque(maxlen=MAX_HISTORY)
         """Fork, round and the state's name after it, of the latest commits that this member has applied."""
         self.num_commits = 0
+        self.num_failed = 0
+        """Rounds that had a plan and came to nothing, as far as this member was there."""
+        self.num_sent_bytes = 0
+        """Bytes of parts and averages that went to other members."""
         self.blamed: dict[Peer, str] = {}
         """Donors that sent wrong bytes while this member joined."""
         self.has_left = False
@@ -151,7 +155,8 @@ class SwarmRun:
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
         self._contacts = list(contacts)
         self._find = find
-        self._may_found = may_found
+        self.may_found = may_found
+        """Whether it begins the run where it finds nobody."""
         self._tenure = 0
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
@@ -232,7 +237,13 @@ class SwarmRun:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._standing.close()
+        try:
+            await self._standing.close()
+        finally:
+            # another run may use the transport afterwards
+            self._donor.close()
+            for method in self._serve:
+                self._transport.routes.remove(method)
 
     # --- from round to round ---
 
@@ -245,6 +256,7 @@ class SwarmRun:
             self._changed.fire()
             commit = await self._play(round_)
             if commit is None:
+                self.num_failed += 1
                 self._leave_round(round_)
             else:
                 self._apply(commit, round_.held, round_.me)
@@ -305,7 +317,9 @@ class SwarmRun:
             self._pin()
         self._forget()
         context = self.context
-        context.is_ready = False
+        context.is_ready = context.is_asked = False
+        if commit.kind != STEP and self.round is not None and self.round.plan is not None:
+            self.num_failed += 1
         listed = commit.members
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
         context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
@@ -355,7 +369,7 @@ class SwarmRun:
         while not self.is_member:
             found = await self._look_around()
             if found is None:
-                if self._may_found and not self.num_commits:
+                if self.may_found and not self.num_commits:
                     self._found()
                     return
                 await asyncio.sleep(_JOIN_TICK_S)
@@ -468,6 +482,8 @@ class SwarmRun:
         if member == self.context.me:
             answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
             return answer if isinstance(answer, Reply) else Reply(answer)
+        if method == PART:
+            self.num_sent_bytes += _num_bytes(buffers)
         reply = await self._transport.call(
             member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01))
         )
@@ -484,7 +500,10 @@ class SwarmRun:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
             self._check_sender(head)
             answer = await handler(head.payload, buffers)
-            return answer if isinstance(answer, Reply) else Reply(answer)
+            if not isinstance(answer, Reply):
+                return Reply(answer)
+            self.num_sent_bytes += _num_bytes(answer.buffers)
+            return answer
 
         return serve
 
@@ -587,6 +606,10 @@ def _read(payload: Any, kind: Any) -> Any:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+def _num_bytes(buffers: Sequence[Any]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def _pinned_state(answer: Any) -> str:

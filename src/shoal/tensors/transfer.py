@@ -129,6 +129,7 @@ class StateDonor:
 
     def __init__(self, transport: Transport) -> None:
         self._held: dict[str, HeldState] = {}
+        self._transport = transport
         transport.handle(_INDEX, self._serve_index, payload_type=str)
         transport.handle(_LEAF, self._serve_leaf, payload_type=tuple[str, int])
 
@@ -139,6 +140,12 @@ class StateDonor:
     def drop(self, name: str) -> None:
         """Gives it no more."""
         self._held.pop(name, None)
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        self._held.clear()
+        for method in (_INDEX, _LEAF):
+            self._transport.routes.remove(method)
 
     def _serve_index(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         return Reply(buffers=[self._find(head.payload).index])
