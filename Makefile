@@ -7,7 +7,7 @@ INTEGRATED := $(VENV)/.ready-integrations
 DOCUMENTED := $(VENV)/.ready-docs
 DEMO := shoal-reports/demo
 
-.PHONY: setup docs demo test test-fast test-slow test-gpu check format bench clean
+.PHONY: setup docs figures demo test test-fast test-slow test-gpu check format bench clean
 
 setup: $(READY)
 
@@ -62,6 +62,10 @@ $(DOCUMENTED): $(READY)
 docs: $(DOCUMENTED)
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser: $(CURDIR)/site/index.html"
+
+# the tables of docs/which-strategy.md and the picture of the README: half an hour on two cores
+figures: setup
+	$(BIN)/python tools/figures.py
 
 check: setup
 	$(BIN)/ruff check .

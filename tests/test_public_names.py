@@ -95,15 +95,24 @@ def attributes_of(cls):
             yield node.attr
 
 
-def member_text(value):
+def member_text(value, annotation=None):
+    """`annotation` is for a property that reads the attribute of a part, and has no function."""
     if isinstance(value, staticmethod | classmethod):
         return f"{type(value).__name__} {signature_text(value.__func__)}"
     if isinstance(value, property):
-        result = inspect.signature(value.fget).return_annotation
+        is_function = inspect.isfunction(value.fget)
+        result = inspect.signature(value.fget).return_annotation if is_function else annotation
         return f"property -> {annotation_text(result)}" + (", settable" if value.fset else "")
     if inspect.isfunction(value):
         return signature_text(value)
     return ATTRIBUTE
+
+
+def inherited_annotation(cls, name):
+    """What the property of that name that `cls` overrides says that it returns."""
+    inherited = (vars(base).get(name) for base in cls.__mro__[1:])
+    functions = (each.fget for each in inherited if isinstance(each, property))
+    return next((inspect.signature(f).return_annotation for f in functions if inspect.isfunction(f)), None)
 
 
 def members_of(cls):
@@ -114,7 +123,8 @@ def members_of(cls):
             annotations.setdefault(name, annotation)
         for name in [*vars(each), *attributes_of(each), *inspect.get_annotations(each)]:
             if is_public(name):
-                members.setdefault(name, member_text(vars(each).get(name)))
+                annotation = annotations.get(name) or inherited_annotation(each, name)
+                members.setdefault(name, member_text(vars(each).get(name), annotation))
     for name, text in members.items():
         if text == ATTRIBUTE and name in annotations:
             members[name] = f"{ATTRIBUTE}: {annotation_text(annotations[name])}"

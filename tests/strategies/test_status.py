@@ -20,6 +20,7 @@ from shoal.strategies.status import StatusReporter
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(board, "_MEMORY", tmp_path)  # other jobs of this user may run on the machine
     return tmp_path / "shoal"
 
 

@@ -286,10 +286,11 @@ class GroupStats(msgspec.Struct, frozen=True):
     """Seconds that this worker has waited for each rank, the last to arrive each time."""
 
 
-def passed_on(to: str, name: str) -> Any:
-    """Makes a property that is read, and written, at the part `to` of an object."""
-    read, path = attrgetter(f"{to}.{name}"), attrgetter(to)
-    return property(read, lambda self, value: setattr(path(self), name, value), doc=f"Is `{name}` of `{to}`.")
+def passed_on(to: str, name: str, *, is_settable: bool = False) -> Any:
+    """Makes a property that is read, and perhaps written, at the part `to` of an object."""
+    part = attrgetter(to)
+    write = (lambda self, value: setattr(part(self), name, value)) if is_settable else None
+    return property(attrgetter(f"{to}.{name}"), write, doc=f"Is `{name}` of `{to}`.")
 
 
 class Group(abc.ABC):

@@ -245,7 +245,7 @@ class GroupWrapper(Group):
     def _adopt_anew(self) -> None:
         self._adopt(self.inner)
 
-    should_survive = passed_on("inner", "should_survive")
+    should_survive: bool = passed_on("inner", "should_survive", is_settable=True)
     members = passed_on("inner", "members")
     lost: Mapping[int, Loss] = passed_on("inner", "lost")
     stats = passed_on("inner", "stats")

@@ -356,7 +356,7 @@ class _LocalWindow(Window):
         """Is over when it is in the slot; at once for one that is gone."""
         self._check_open()
         check_write(write, self)
-        check_rank(to, self._network.size)
+        check_rank(to, self._group.size)
         network, rank = self._network, self._rank
         network.turns.current.look_up()
         if to not in network.present:
@@ -480,7 +480,7 @@ class _LocalWindow(Window):
         self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
     ) -> Handle[T | None]:
         """Asks for what a peer has published; with a version, once it is that new."""
-        check_rank(peer, self._network.size)
+        check_rank(peer, self._group.size)
         self._begin()
         network, rank = self._network, self._rank
         handle = PendingOperation[T | None](network, rank, f"{what} {self.name!r} of rank {peer}")

@@ -143,7 +143,7 @@ def assemble(
 class ClusterGroup(Group):
     """Workers of several machines; `open_cluster_group` makes one."""
 
-    should_survive = passed_on("local", "should_survive")
+    should_survive: bool = passed_on("local", "should_survive", is_settable=True)
     lost: Mapping[int, Loss] = passed_on("membership", "lost")
 
     def __init__(

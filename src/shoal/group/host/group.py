@@ -109,7 +109,7 @@ def open_host_group(
 class HostGroup(Group):
     """The workers of one machine; `open_host_group` makes one."""
 
-    should_survive = passed_on("_engine", "should_survive")
+    should_survive: bool = passed_on("_engine", "should_survive", is_settable=True)
 
     def __init__(
         self,

@@ -1,0 +1,130 @@
+"""Makes the tables of docs/which-strategy.md, and the README's picture, from contests in virtual time.
+
+    python tools/figures.py [FOLDER]
+
+Six contests: three networks, and data that is divided evenly or by label. Each takes minutes on two cores;
+one whose report is in FOLDER already is not run again.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from shoal import read_report
+from shoal.bench.compare import BYTES, SECONDS, final_of, read_config
+from shoal.bench.compare_tables import ContestOutcome, amount, outcomes_of, ranking
+from shoal.report import Report
+from shoal.report.picture import draw
+from shoal.report.statistics import MIN_SEEDS, Lead, lead_of, mean_of, t_quantile, variance_of
+from shoal.simulate.task_facts import facts_of
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "which-strategy.md"
+BEGIN, END = "<!-- made by `make figures` from here -->", "<!-- to here -->"
+NETWORKS = {
+    "lan": "one room (`lan`)",
+    "home": "homes with 20 Mbit/s up (`home`)",
+    "three-continents": "three continents (`three-continents`)",
+}
+SPLITS = {"iid": "evenly", "dirichlet:0.1": "by label"}
+PICTURE = ("home", "iid", "Eight workers behind simulated 20 Mbit/s lines learn to read digits")
+PICTURED = ("all-reduce", "neighbor", "pair", "local-sgd")
+
+
+def command(network: str, split: str) -> list[str]:
+    """What a reader types to get the same figures."""
+    words = ["shoal", "compare", "--task", "digits", "--workers", "8", "--strategies", "all"]
+    return [*words, "--profile", network, "--split", split, "--seeds", "5"]
+
+
+def contest(network: str, split: str, folder: Path) -> Report:
+    """The report of one contest, which is run unless it is there."""
+    path = folder / f"{network}-{split.replace(':', '-')}.json"
+    if not path.exists():
+        subprocess.run(
+            [sys.executable, "-m", *command(network, split), "--report", str(path)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    return read_report(path)
+
+
+def leaders(outcomes: Mapping[str, ContestOutcome], metric: str) -> Lead:
+    """Who reached the target first by one measure, as far as the seeds tell."""
+    samples = {name: outcomes[name].samples[metric] for name in ranking(outcomes, metric)}
+    return lead_of(samples, "lower", MIN_SEEDS)
+
+
+def summary(reports: Mapping[tuple[str, str], Report]) -> Iterator[str]:
+    """A line for each contest: who was first by seconds, and who by bytes."""
+    yield "| network | data is divided | first at 90 % by time | least data sent until then |"
+    yield "|---|---|---|---|"
+    for (network, split), report in reports.items():
+        outcomes = outcomes_of(report)
+        cells = [
+            ", ".join(f"`{name}`" for name in leaders(outcomes, metric).names)
+            if ranking(outcomes, metric)
+            else "nobody"
+            for metric in (SECONDS, BYTES)
+        ]
+        yield f"| {NETWORKS[network]} | {SPLITS[split]} | {cells[0]} | {cells[1]} |"
+
+
+def spread(samples: list[float], unit: str) -> str:
+    """A mean and half of its 95 % interval."""
+    mean, freedom = mean_of(samples), len(samples) - 1
+    half = t_quantile(0.025, freedom) * math.sqrt(variance_of(samples) / len(samples))
+    if unit == "%":
+        return f"{100 * mean:.1f} ± {100 * half:.1f} %"
+    return f"{amount(mean, unit)} ± {100 * half / mean:.0f} %"
+
+
+def details(network: str, split: str, report: Report) -> Iterator[str]:
+    """One contest, whole: in the order of seconds, and those that did not arrive behind."""
+    config, outcomes = read_config(report.config), outcomes_of(report)
+    final = final_of(facts_of(config.task))
+    first = ranking(outcomes, SECONDS)
+    yield f"### {NETWORKS[network].capitalize()}, data divided {SPLITS[split]}"
+    yield ""
+    yield f"`{' '.join(command(network, split))}`"
+    yield ""
+    yield "| strategy | learning rate | time to 90 % | data sent until then | accuracy at the end |"
+    yield "|---|---|---|---|---|"
+    for name in [*first, *(name for name in outcomes if name not in first)]:
+        outcome = outcomes[name]
+        cells = [
+            spread(outcome.samples[metric], unit) if name in first else "-"
+            for metric, unit in ((SECONDS, "s"), (BYTES, "B"))
+        ]
+        accuracy = spread(outcome.samples[final], "%") if outcome.is_whole(final) else "-"
+        rate = "-" if outcome.rate is None else f"{outcome.rate:g}"
+        why = f" ({outcome.why()})" if outcome.reasons else ""
+        yield f"| `{name}` | {rate} | {cells[0]}{why} | {cells[1]} | {accuracy} |"
+    yield ""
+
+
+def main(folder: Path) -> None:
+    """Run what is missing, and write the page's tables and the picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reports = {(network, split): contest(network, split, folder) for network in NETWORKS for split in SPLITS}
+    lines = [*summary(reports), "", "## All figures", ""]
+    for (network, split), report in reports.items():
+        lines += details(network, split, report)
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines).rstrip() + f"\n\n{END}{rest.partition(END)[2]}")
+    network, split, title = PICTURE
+    report = reports[network, split]
+    curves = [curve for curve in report.curves if curve.key.get("strategy") in PICTURED]
+    drawing = draw(msgspec.structs.replace(report, curves=curves), None, None, title)
+    (ROOT / "docs" / "images" / "home-network.svg").write_text(drawing)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "shoal-reports" / "figures")
