@@ -3,9 +3,14 @@
 Written by tools/strategy_files.py from the registry.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from shoal.core.run_options import OptionInfo as OptionInfo
+from shoal.dht import Swarm
 from shoal.group import Group
 from shoal.strategies.options import (
     WAITS_FOR_ALL as WAITS_FOR_ALL,
@@ -549,8 +554,9 @@ class StalenessAwareSGD(_StalenessAwareSGD):
 class SwarmTraining(_SwarmTraining):
     def __init__(
         self,
-        group: Group | None = None,
+        swarm: Swarm | Group | None = None,
         *,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         options: SwarmOptions | None = None,
         run: str = 'run',
         join: str = '',

@@ -21,6 +21,7 @@ its steps when a round begins brings what it has; who misses a round keeps its p
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import time
@@ -39,7 +40,7 @@ from shoal.core.run_options import RunOptions
 from shoal.dht import Swarm, connect
 from shoal.group import Group, share
 from shoal.strategies.hooks import Hook
-from shoal.strategies.options import SwarmOptions
+from shoal.strategies.options import SwarmOptions, signature_of
 from shoal.strategies.session import TrainingSession, rate_factor
 from shoal.strategies.status import StatusReporter
 from shoal.strategies.strategy import Strategy
@@ -442,6 +443,19 @@ class SwarmTraining(Strategy):
 
     def _keep_state(self) -> None:
         self.outer.kept = self._opened.kept()
+
+
+SwarmTraining.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(
+            "swarm", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="Swarm | Group | None"
+        ),
+        inspect.Parameter(
+            "scheduler", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="MakeScheduler | None"
+        ),
+        *list(signature_of(SwarmOptions).parameters.values())[1:],
+    ]
+)
 
 
 class KeptState:
