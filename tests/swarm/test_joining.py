@@ -173,3 +173,31 @@ def test_a_peer_that_starts_anew_replaces_the_member_it_was():
             world.check()
 
     virtual(main())
+
+
+def test_who_was_joining_when_the_last_member_died_goes_on_from_its_state():
+    async def main():
+        async with World(target_samples=5) as world:
+            first = await world.start(0)
+            await world.wait(lambda: first.is_member)
+            for key in range(3):
+                await contribute(world, key)
+
+            async def find():
+                return [first.context.me.peer]
+
+            joiner = await world.start(1, contacts=[], find=find)
+            joiner.may_found = False
+            await world.wait(lambda: joiner.state.fork)
+            assert not joiner.is_member
+            world.kill(0)
+            joiner.may_found = True
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.fork != first.state.fork
+            assert joiner.state.fingerprint() == first.state.fingerprint()
+            assert joiner.state.num_samples == 15
+            joiner.add(gradient(9), 5)
+            await world.wait(lambda: joiner.state.num_steps == 4)
+            world.check()
+
+    virtual(main())

@@ -170,6 +170,8 @@ class SwarmTraining(Strategy):
                 cause="no member can be reached, or more than half of them are gone.",
                 next_step="look at it with `shoal swarm --join HOST:PORT --run NAME`.",
             )
+        if self._workers is not None and self._workers.size > 1 and not self.options.join:
+            share(self._workers, True)  # the first to come does not train all on its own
         self._adopt(is_exact=True)
         self._stepped_s = time.monotonic()
         # after the forward: at its beginning a step that was skipped may still have to be noticed

@@ -88,6 +88,8 @@ _ASK_S = 2.0
 _HOLD_S = 30.0
 _TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
+_ALONE_S = 10.0
+"""Who was joining when the last member ended begins the run again from its state after so long."""
 
 _REPLIES: dict[str, Any] = {
     FOLLOW: RoundStatus,
@@ -158,6 +160,7 @@ class SwarmRun:
         self.may_found = may_found
         """Whether it begins the run where it finds nobody."""
         self._tenure = 0
+        self._was_listed = False
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
         self._pinned: tuple[int, str] | None = None
@@ -311,6 +314,7 @@ class SwarmRun:
         self.ledger.settle(commit, place)
         self.history.append((commit.fork, commit.round, self.state.name))
         self.num_commits += 1
+        self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
         if commit.should_pin:
@@ -366,24 +370,42 @@ class SwarmRun:
 
     async def _join(self) -> None:
         """Becomes a member: takes the state from several donors, catches up, and waits to be listed."""
+        alone_s = self.context.now_s()
         while not self.is_member:
             found = await self._look_around()
             if found is None:
-                if self.may_found and not self.num_commits:
+                if self._may_begin(alone_s):
                     self._found()
                     return
                 await asyncio.sleep(_JOIN_TICK_S)
                 continue
+            alone_s = self.context.now_s()
             with contextlib.suppress(ShoalError):
                 await self._come_closer(found)
             if not self.is_member:
                 await self._changed.wait(_JOIN_TICK_S)
         self.ledger.reconcile(self.state.descends_from)
 
+    def _may_begin(self, alone_s: float) -> bool:
+        """Whether this member, which finds nobody since then, begins the run: anew, or from the state it has.
+
+        Who has a state waits: the others may be cut off, and two forks lose the samples of one.
+        """
+        if not self.state.fork:
+            return self.may_found
+        wait_s = self.settings.minority_after_s if self._was_listed else _ALONE_S
+        waited_s = self.context.now_s() - alone_s
+        return self.may_found and self._find is not None and waited_s > wait_s * self.settings.patience
+
     def _found(self) -> None:
         """Begins a run with this member alone."""
         me = self.context.me
         fact = msgspec.msgpack.encode((self.run, me))
+        if self.state.fork:
+            self.state.branch(hashlib.sha256(self.state.name + fact).digest())
+            self._finished.clear()
+            self.members, self._tenure = (me,), 1
+            return
         self.state = CommittedState(
             self.state.parameters, self.state.optimizer, hashlib.sha256(fact).digest()
         )
