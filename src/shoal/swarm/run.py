@@ -88,6 +88,7 @@ _ASK_S = 2.0
 _HOLD_S = 30.0
 _TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
+_LINGER_S = 3.0
 _ALONE_S = 10.0
 """Who was joining when the last member ended begins the run again from its state after so long."""
 
@@ -161,6 +162,8 @@ class SwarmRun:
         """Whether it begins the run where it finds nobody."""
         self._tenure = 0
         self._was_listed = False
+        self._told: dict[SwarmMember, None] = {}
+        """Who knows that this member has left."""
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
         self._pinned: tuple[int, str] | None = None
@@ -228,6 +231,12 @@ class SwarmRun:
         while not self.has_left:
             deadline.check("leaving the run")
             await self._changed.wait(deadline.remaining_s)
+        # who has decided that it is off the list tells the others: alone they might be no quorum
+        round_, told_by = self.round, Deadline.after(_LINGER_S * self.settings.patience)
+        while round_ is not None and round_.coordinator == self.context.me and not told_by.is_past:
+            if all(member in self._told for member in self.members):
+                break
+            await self._changed.wait(min(_JOIN_TICK_S, told_by.remaining_s))
 
     async def __aenter__(self) -> Self:
         scope = await self._standing.open()
@@ -552,6 +561,13 @@ class SwarmRun:
         raise PeerBusy(f"This member is not in round {number}.")
 
     async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
+        status = await self._status_of(request)
+        if status.decision is not None and self.has_left:
+            self._told[request.member] = None
+            self._changed.fire()
+        return status
+
+    async def _status_of(self, request: FollowRequest) -> RoundStatus:
         is_ours = request.fork == self.state.fork
         if is_ours and request.round < self.state.round:
             finished = self._finished.get(request.round)
