@@ -6,6 +6,7 @@ python examples/train_in_a_swarm.py --join 127.0.0.1:31337 --local-steps 50
 """
 
 import argparse
+import time
 
 import torch
 from torch import nn
@@ -21,8 +22,9 @@ parser.add_argument("--secret-file", help="file of the swarm's secret; needed be
 parser.add_argument("--run", default="digits", help="name of the run")
 parser.add_argument("--target-samples", type=int, default=512, help="of all members, for one step")
 parser.add_argument("--local-steps", type=int, default=0, help="DiLoCo rounds instead, after so many steps")
-parser.add_argument("--min-peers", type=int, default=1, help="members that must be there")
+parser.add_argument("--min-peers", type=int, default=1, help="members to wait for at the beginning")
 parser.add_argument("--steps", type=int, default=100, help="steps of the run after which this program ends")
+parser.add_argument("--minority-after", type=float, default=120, help="seconds until a fork")
 parser.add_argument("--lr", type=float, default=0.1)
 args = parser.parse_args()
 
@@ -39,8 +41,10 @@ listen = args.listen or "127.0.0.1:0"
 rounds = {"local_steps": args.local_steps} if args.local_steps else {"target_samples": args.target_samples}
 with shoal.connect(*args.join, listen=listen, secret_file=args.secret_file) as swarm:
     print(f"others join with --join {swarm.address}", flush=True)
-    strategy = shoal.SwarmTraining(swarm, run=args.run, min_peers=args.min_peers, **rounds)
+    strategy = shoal.SwarmTraining(swarm, run=args.run, minority_after=args.minority_after, **rounds)
     with strategy.attach(model, optimizer):
+        while strategy.num_peers < args.min_peers:
+            time.sleep(0.1)
         told = strategy.run_steps
         while strategy.run_steps < args.steps:
             for x, y in loader:
