@@ -1,4 +1,4 @@
-"""The example, as processes that nobody launches: two shells; four of which one is killed and another joins."""
+"""The example as processes that nobody launches: two; four of which one is killed and another joins."""
 
 import contextlib
 import os

@@ -26,6 +26,7 @@ from shoal.cli.run import run as run_program
 from shoal.cli.run import scale
 from shoal.cli.serve import serve
 from shoal.cli.status import status
+from shoal.cli.swarm import swarm
 from shoal.cli.top import top
 from shoal.core.errors import ReportError, ShoalError, UsageError
 from shoal.core.untrusted import visible
@@ -72,7 +73,7 @@ class ShoalVerbs(Verbs):
 
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "scale"),
-        "Swarm": ("dht", "serve", "status", "keys"),
+        "Swarm": ("swarm", "dht", "serve", "status", "keys"),
         "Measure": ("bench", "compare", "doctor"),
         "Look": ("top", "diff", "report"),
     }
@@ -123,6 +124,7 @@ _add(report, "Write reports as one HTML page.")
 _add(doctor, "Check this machine, its network, and the way to a swarm.")
 _add(dht, "Be a peer of a swarm's DHT, until Ctrl-C.")
 _add(serve, "Serve experts to other peers, until Ctrl-C.")
+_add(swarm, "Show a training run of a swarm: its members, and how far each is.")
 _add(status, "Show who is in a swarm, and what each peer holds.")
 _add(scale, "Change the number of workers of a run under way.")
 _add(top, "Watch a run: its workers' steps, speeds and waits.")
