@@ -21,9 +21,14 @@ STUB_HEAD = '''"""What type checkers and editors know of this package: construct
 Written by tools/strategy_files.py from the registry.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from shoal.core.run_options import OptionInfo as OptionInfo
+from shoal.dht import Swarm
 from shoal.group import Group
 from shoal.strategies.options import (
     WAITS_FOR_ALL as WAITS_FOR_ALL,
@@ -43,6 +48,16 @@ from shoal.strategies.registry import (
 from shoal.strategies.session import TrainingSession as TrainingSession
 from shoal.strategies.strategy import Strategy as Strategy
 '''
+
+
+_FIRST = {
+    "SwarmTraining": [
+        "        swarm: Swarm | Group | None = None,",
+        "        *,",
+        "        scheduler: Callable[[Optimizer], LRScheduler] | None = None,",
+    ]
+}
+"""What comes before the options, where it is not a group alone."""
 
 
 PAGE_HEAD = """# Options
@@ -77,8 +92,7 @@ def _class_source(row: StrategyInfo) -> str:
         f"\nclass {name}(_{name}):",
         "    def __init__(",
         "        self,",
-        "        group: Group | None = None,",
-        "        *,",
+        *_FIRST.get(name, ["        group: Group | None = None,", "        *,"]),
         f"        options: {row.options.__name__} | None = None,",
     ]
     return "\n".join([*head, *lines, "    ) -> None: ...\n"])

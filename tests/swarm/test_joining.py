@@ -8,7 +8,7 @@ import torch
 
 from shoal.core import Deadline
 from shoal.tensors.transfer import LEAF_BYTES
-from shoal.transport import Reply
+from shoal.transport import Conditions, Profile, Reply
 from swarm.swarms import World, gradient, virtual
 from swarm.test_rounds import contribute
 
@@ -171,5 +171,51 @@ def test_a_peer_that_starts_anew_replaces_the_member_it_was():
                 assert old not in run.members
                 assert len({member.id_bytes for member in run.members}) == len(run.members)
             world.check()
+
+    virtual(main())
+
+
+def test_who_was_joining_when_the_last_member_died_goes_on_from_its_state():
+    async def main():
+        async with World(target_samples=5) as world:
+            first = await world.start(0)
+            await world.wait(lambda: first.is_member)
+            for key in range(3):
+                await contribute(world, key)
+
+            async def find():
+                return [first.context.me.peer]
+
+            joiner = await world.start(1, contacts=[], find=find)
+            joiner.may_found = False
+            await world.wait(lambda: joiner.state.fork)
+            assert not joiner.is_member
+            world.kill(0)
+            joiner.may_found = True
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.fork != first.state.fork
+            assert joiner.state.fingerprint() == first.state.fingerprint()
+            assert joiner.state.num_samples == 15
+            joiner.add(gradient(9), 5)
+            await world.wait(lambda: joiner.state.num_steps == 4)
+            world.check()
+
+    virtual(main())
+
+
+def test_a_coordinator_that_leaves_says_so_before_it_goes():
+    """Of two the one that stays is no quorum alone, unless it knows that the other has left."""
+
+    async def main():
+        for seed in range(4):
+            conditions = Conditions(Profile.load("home"), seed=seed)
+            async with World(conditions, target_samples=10, minority_after_s=1000, seed=seed) as world:
+                await world.start_all(2)
+                leader = next(run for run in world.runs.values() if run.members[0] == run.context.me)
+                await leader.leave(Deadline.after(30))
+                world.kill(next(number for number, run in world.runs.items() if run is leader))
+                (stays,) = (run for run in world.runs.values() if run is not leader)
+                stays.add(gradient(1), 10)
+                await world.wait(lambda run=stays: run.state.num_steps == 1)
 
     virtual(main())

@@ -81,6 +81,7 @@ VERBS = {
     "doctor": Verb("doctor:doctor", "Check this machine, its network, and the way to a swarm."),
     "dht": Verb("dht:dht", "Be a peer of a swarm's DHT, until Ctrl-C."),
     "serve": Verb("serve:serve", "Serve experts to other peers, until Ctrl-C."),
+    "swarm": Verb("swarm:swarm", "Show a training run of a swarm: its members, and how far each is."),
     "status": Verb("status:status", "Show who is in a swarm, and what each peer holds."),
     "scale": Verb("run:scale", "Change the number of workers of a run under way."),
     "top": Verb("top:top", "Watch a run: its workers' steps, speeds and waits."),
@@ -95,7 +96,7 @@ class ShoalVerbs(Verbs):
 
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "scale"),
-        "Swarm": ("dht", "serve", "status", "keys"),
+        "Swarm": ("swarm", "dht", "serve", "status", "keys"),
         "Measure": ("bench", "compare", "doctor"),
         "Look": ("top", "diff", "report"),
     }

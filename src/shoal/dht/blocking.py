@@ -44,9 +44,15 @@ class Swarm(BlockingBridge):
     _what = "swarm"
     _how = "'with shoal.connect(...)'"
 
-    def __init__(self, opening: AbstractAsyncContextManager[DHT], loop: LoopThread | None = None) -> None:
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[DHT],
+        loop: LoopThread | None = None,
+        make_listening: Callable[[], AbstractAsyncContextManager[DHT]] | None = None,
+    ) -> None:
         super().__init__()
         self._opening = opening
+        self._make_listening = make_listening
         self._given_loop = loop
         self._dht: DHT | None = None
 
@@ -56,6 +62,21 @@ class Swarm(BlockingBridge):
         closing.callback(lambda: loop.run(_leave(self._opening)))
         closing.callback(setattr, self, "_dht", None)
         return loop.run
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened, and not been closed since."""
+        return self._dht is not None
+
+    def listen_too(self) -> None:
+        """Has a peer that was to be a client listen when it opens, at any free port; before it is opened."""
+        if self.is_open and self.address is None:
+            raise UsageError(
+                "This peer is a client, and others must be able to call it.",
+                next_step="give connect(...) listen='0.0.0.0:0', or open it later.",
+            )
+        if not self.is_open and self._make_listening is not None:
+            self._opening, self._make_listening = self._make_listening(), None
 
     @property
     def dht(self) -> DHT:
@@ -102,6 +123,7 @@ def connect(
     *join: Address | str,
     listen: Address | str | None = None,
     secret: SwarmSecret | Path | None = None,
+    secret_file: Path | str | None = None,
     identity: Identity | None = None,
     settings: DHTSettings | None = None,
     loop: LoopThread | None = None,
@@ -111,7 +133,12 @@ def connect(
     `join` are peers of it, any that answers will do. Without `listen` this one only asks, and keeps nothing
     for others. `secret` is the swarm's or its file; SHOAL_SECRET where it is not given. Without `identity` it
     has a new one each time: records that it signs can then be replaced by nobody until they expire.
+    `secret_file` is the path of the file, as `shoal keys secret` has written it.
     """
+    if secret_file is not None:
+        if secret is not None:
+            raise UsageError("secret and secret_file are both given.", next_step="give one of them.")
+        secret = Path(secret_file)
     if isinstance(secret, str):
         raise UsageError(
             "A secret is given as a pathlib.Path of its file, or as a SwarmSecret, not as text.",
@@ -129,8 +156,13 @@ def connect(
         secret = SwarmSecret.load(secret)
     identity = identity or Identity.generate()
     membership = None if secret is None else Membership(identity, secret)
-    dht = DHT(join=join, listen=listen, membership=membership, identity=identity, settings=settings)
-    return Swarm(dht, loop)
+
+    def make(where: Address | str | None) -> DHT:
+        return DHT(join=join, listen=where, membership=membership, identity=identity, settings=settings)
+
+    # without a secret a peer listens to this machine alone
+    reachable = "127.0.0.1:0" if membership is None else "0.0.0.0:0"
+    return Swarm(make(listen), loop, None if listen is not None else lambda: make(reachable))
 
 
 async def _peers(dht: DHT) -> list[Peer]:

@@ -3,9 +3,14 @@
 Written by tools/strategy_files.py from the registry.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from shoal.core.run_options import OptionInfo as OptionInfo
+from shoal.dht import Swarm
 from shoal.group import Group
 from shoal.strategies.options import (
     WAITS_FOR_ALL as WAITS_FOR_ALL,
@@ -44,6 +49,7 @@ from shoal.strategies.options import SgpOptions
 from shoal.strategies.options import SmaOptions
 from shoal.strategies.options import SparseLoCoOptions
 from shoal.strategies.options import StalenessAwareOptions
+from shoal.strategies.options import SwarmOptions
 from shoal.strategies.options import SymmetricOptions
 from shoal.strategies.options import WindowOptions
 from shoal.strategies.all_reduce import GradientAllReduce as _GradientAllReduce
@@ -67,6 +73,7 @@ from shoal.strategies.relay import RelaySGD as _RelaySGD
 from shoal.strategies.sgp import StochasticGradientPush as _StochasticGradientPush
 from shoal.strategies.sma import SynchronousModelAverage as _SynchronousModelAverage
 from shoal.strategies.sparse_loco import SparseLoCo as _SparseLoCo
+from shoal.strategies.swarm import SwarmTraining as _SwarmTraining
 from shoal.strategies.window import PushSum as _PushSum
 from shoal.strategies.window import WindowAverage as _WindowAverage
 
@@ -532,6 +539,39 @@ class StalenessAwareSGD(_StalenessAwareSGD):
         delay_compensation: float = 0.04,
         pull_every: int = 1,
         compression: str = 'none',
+        local_steps: int = 1,
+        warmup_steps: int = 0,
+        warmup_factor: float = 0.1,
+        decay_every: int = 0,
+        decay_factor: float = 0.1,
+        global_average_every: int = 0,
+        should_broadcast_buffers: bool = False,
+        monitor: bool = False,
+        on_nonfinite: Literal["warn", "skip", "stop"] = 'warn',
+        batch_size: int | None = None,
+    ) -> None: ...
+
+class SwarmTraining(_SwarmTraining):
+    def __init__(
+        self,
+        swarm: Swarm | Group | None = None,
+        *,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        options: SwarmOptions | None = None,
+        run: str = 'run',
+        join: str = '',
+        listen: str = '',
+        secret_file: str = '',
+        target_samples: int = 0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        min_peers: int = 1,
+        patience: float = 1.0,
+        max_wait: float = 30.0,
+        codec: str = 'none',
+        overlap: Literal["none", "delayed"] = 'none',
+        bandwidth: float = 100.0,
+        minority_after: float = 120.0,
         local_steps: int = 1,
         warmup_steps: int = 0,
         warmup_factor: float = 0.1,

@@ -342,6 +342,59 @@ class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True):
     delay_compensation: DelayCompensation = 0.04
 
 
+class SwarmOptions(StrategyOptions, frozen=True, kw_only=True):
+    """These options say which run `swarm` joins, what makes a round, and how long others are waited for.
+
+    Give `target_samples` or `local_steps`. All members of a run give the same two, and the same optimizer.
+    """
+
+    run: Annotated[str, Meta(description="name of the run; whoever joins under it trains one model")] = "run"
+    join: Annotated[
+        str, Meta(description="HOST:PORT of peers of the swarm, with commas; where connect() is not used")
+    ] = ""
+    listen: Annotated[
+        str, Meta(description="HOST:PORT that others call this peer at; default: any free port")
+    ] = ""
+    secret_file: Annotated[
+        str, Meta(description="file of the swarm's secret, as `shoal keys secret` writes it")
+    ] = ""
+    target_samples: Annotated[
+        Count, Meta(description="samples of all members that make one step of the optimizer; 0: local steps")
+    ] = 0
+    """Gradients rounds: gradients are averaged by samples, and all members make the same step."""
+    local_steps: Annotated[
+        int, Meta(ge=1, description="DiLoCo rounds: steps of a member from one round to the next")
+    ] = 1
+    outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step of DiLoCo rounds")] = (
+        0.7
+    )
+    outer_momentum: Annotated[
+        float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step of DiLoCo rounds")
+    ] = 0.9
+    min_peers: Annotated[int, Meta(ge=1, description="no round begins with fewer members")] = 1
+    patience: Annotated[float, Meta(gt=0, description="every time-out is this many times as long")] = 1.0
+    max_wait: Annotated[
+        float, Meta(gt=0, description="seconds that a step waits for a round, before it goes on alone")
+    ] = 30.0
+    """What was computed meanwhile goes into the next round."""
+    codec: Annotated[
+        str,
+        Meta(description="codec of what is sent: none, fp16, bf16, int8, top-k:0.01; with error feedback"),
+    ] = "none"
+    overlap: Annotated[
+        Literal["none", "delayed"],
+        Meta(description="wait for a round at its end, or train on while it is averaged (DiLoCo rounds)"),
+    ] = "none"
+    bandwidth: Annotated[
+        float,
+        Meta(gt=0, description="Mbit/s of this peer's line, the slower direction; shares the averaging"),
+    ] = 100.0
+    minority_after: Annotated[
+        float,
+        Meta(gt=0, description="seconds without more than half of the members before going on as a fork"),
+    ] = 120.0
+
+
 O = TypeVar("O", bound=StrategyOptions)  # noqa: E741
 
 

@@ -148,6 +148,10 @@ _ROWS = (
          "Corrects late gradients on parameter servers.",
          paper="Zhang et al. 2016; Zheng et al. 2017", aliases={"dc-asgd": {}}, needs_servers=True,
          is_asynchronous=True),
+    _row("swarm", "swarm:SwarmTraining", of.SwarmOptions,
+         "Trains one model with whoever is there: peers join a run, leave it and fail at any moment.",
+         paper="Ryabinin et al. 2021; Douillard et al. 2023", aliases={"hivemind": {}},
+         has_own_channel=True),
 )
 # fmt: on
 

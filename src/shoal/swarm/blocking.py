@@ -5,45 +5,61 @@
         run.wait_for_commit()
         parameters = run.parameters()
 
-Everything happens in `SwarmRun`; this file only crosses to its loop and back.
+What a round does is `SwarmRun`'s; this file crosses to its loop and back, says who begins a run that several
+peers come to at once, and answers those who ask how it goes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
+import os
+import platform
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from shoal.core import Address, Deadline, Peer, PeerId, ShoalError, UsageError
-from shoal.dht import DHT, Swarm, announce, present
+from shoal.core import Deadline, DeadlineExceeded, Peer, PeerRefused, ShoalError, StandingScope, UsageError
+from shoal.dht import DHT, Swarm, announce
+from shoal.swarm.facts import (
+    FACTS,
+    FactsRequest,
+    MemberFacts,
+    ModelFacts,
+    ask_facts,
+    find_members,
+    presence_name,
+    require_same_model,
+)
 from shoal.swarm.membership import SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer
 from shoal.swarm.run import SwarmRun
 from shoal.tensors import Codec
+from shoal.transport import Head, Reply
 
 log = logging.getLogger(__name__)
 
 LIFETIME_S = 60.0
 """A member that vanishes is found for so long."""
-_FIND_S = 10.0
+MAX_NOTES = 8
+_ANNOUNCE_S = 5.0
+_FOUND_S = 1.0
+"""Of several peers that come at once the one with the lowest id begins the run, the others after five times
+as long: whoever was announced before them may be gone."""
 _LEAVE_S = 30.0
 _MAX_FOUND = 32
+_LOOK_S = 0.5
 
 
 def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
     """Makes the function by which a member finds others of its run in the DHT, this peer left out."""
 
     async def find() -> list[Peer]:
-        try:
-            found = await present(dht, _name_of(run), deadline=Deadline.after(_FIND_S))
-        except ShoalError as error:
-            log.debug("the run %s could not be looked up: %s", run, error)
-            return []
-        peers = [_read(peer_id, slot.value) for peer_id, slot in found.items() if peer_id != dht.peer_id]
-        return [peer for peer in peers if peer is not None][:_MAX_FOUND]
+        return (await find_members(dht, run))[:_MAX_FOUND]
 
     return find
 
@@ -51,7 +67,8 @@ def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
 class BlockingSwarmRun:
     """A member of a run, for any thread but the loop's own; open it with `with`.
 
-    `swarm` must be open, and reachable by others: a member needs an address.
+    `swarm` must be open, and reachable by others: a member needs an address. With `model` a run whose members
+    train another one is refused. `offers_when_asked`: see `MemberContext`.
     """
 
     def __init__(
@@ -63,14 +80,24 @@ class BlockingSwarmRun:
         *,
         settings: SwarmSettings | None = None,
         codec: Codec | None = None,
+        model: ModelFacts | None = None,
+        offers_when_asked: bool = False,
     ) -> None:
         self._swarm = swarm
         self._name = run
         self._made = (parameters, optimizer)
         self._settings = settings
         self._codec = codec
+        self._model = model
+        self._offers_when_asked = offers_when_asked
         self._run: SwarmRun | None = None
         self._kept: Any = None
+        self._standing = StandingScope(f"beside run {run}")
+        self.notes: deque[str] = deque(maxlen=MAX_NOTES)
+        """What went wrong lately, for those who ask."""
+        self.loss: float | None = None
+        """The latest loss, where the program has told it."""
+        self.samples_per_s = 0.0
 
     def __enter__(self) -> Self:
         if self._swarm.address is None:
@@ -93,9 +120,18 @@ class BlockingSwarmRun:
             raise UsageError("This run is not open.", next_step="use it inside 'with'.")
         return self._run
 
-    def add(self, mean: torch.Tensor, samples: int) -> None:
-        """Takes the mean gradient, or the difference from the committed parameters, of so many samples."""
-        self._cross(lambda: self.run.add(mean, samples))
+    def add(self, mean: torch.Tensor, samples: int, *, is_ready: bool = False) -> None:
+        """Takes the mean gradient, or the difference from the committed parameters, of so many samples.
+
+        With `is_ready` this member's local steps are done. Keeps no reference to `mean`.
+        """
+
+        def add() -> None:
+            self.run.add(mean, samples)
+            if is_ready:
+                self.run.set_ready()
+
+        self._cross(add)
 
     def set_ready(self) -> None:
         """Says that this member's local steps are done."""
@@ -106,9 +142,63 @@ class BlockingSwarmRun:
         copied: torch.Tensor = self._cross(self.run.state.parameters.clone)
         return copied
 
+    def committed(self) -> tuple[tuple[bytes, int], torch.Tensor]:
+        """Copies the committed parameters, and says which they are: the fork, and the steps made."""
+        copied: tuple[tuple[bytes, int], torch.Tensor] = self._cross(
+            lambda: (self.version, self.run.state.parameters.clone())
+        )
+        return copied
+
+    def kept(self) -> dict[str, Any]:
+        """Copies what the optimizer of the committed parameters keeps."""
+        copied: dict[str, Any] = self._cross(lambda: copy.deepcopy(self.run.state.kept))
+        return copied
+
+    @property
+    def version(self) -> tuple[bytes, int]:
+        """Which committed parameters there are now: the fork, and the steps made. Read without waiting."""
+        state = self.run.state
+        return state.fork, state.num_steps
+
     def wait_for_commit(self, after_round: int | None = None, timeout_s: float = 60.0) -> int:
         """Waits until the run is past a round, by default the one that it is in; gives the round it is in."""
         return self._swarm.run(self._pass_round(after_round, Deadline.after(timeout_s)))
+
+    def wait_until(self, condition: Callable[[SwarmRun], bool], timeout_s: float) -> bool:
+        """Waits until a condition of the member holds, asked on its loop; False when it is too late.
+
+        UsageError when this peer is kept out because the run trains another model.
+        """
+        return self._swarm.run(self._wait_until(condition, Deadline.after(timeout_s)))
+
+    def leave(self, timeout_s: float = _LEAVE_S) -> None:
+        """Leaves the run by a commit; what no round has taken by then is listed as lost."""
+        self._swarm.run(self._leave(timeout_s))
+
+    async def _leave(self, timeout_s: float) -> None:
+        run = self.run
+        if run.is_member and not run.has_left:
+            await _unless_late(run.leave(Deadline.after(timeout_s)))
+        run.ledger.abandon("training ended before a round took them")
+
+    def note(self, text: str) -> None:
+        """Tells what went wrong, to the log and to those who ask."""
+        self.notes.append(text)
+        log.warning("run %s: %s", self._name, text)
+
+    async def _wait_until(self, condition: Callable[[SwarmRun], bool], deadline: Deadline) -> bool:
+        run, num_looks = self.run, 0
+        while not condition(run):
+            if deadline.is_past:
+                return False
+            num_looks += 1
+            if not run.is_member and num_looks % 10 == 0:
+                await self._check_model()
+            try:
+                await run.next_commit(Deadline.after(min(_LOOK_S, deadline.remaining_s)))
+            except DeadlineExceeded:
+                continue
+        return True
 
     async def _pass_round(self, after_round: int | None, deadline: Deadline) -> int:
         run = self.run
@@ -123,31 +213,120 @@ class BlockingSwarmRun:
 
         return self._swarm.run(do())
 
+    # --- on the loop ---
+
     async def _open(self) -> None:
         dht = self._swarm.dht
-        find = finder(dht, self._name)
-        run = SwarmRun(
+        if FACTS in dht.endpoint.streams.routes:
+            raise UsageError(
+                "This peer is a member of a run already.",
+                next_step="connect a second time for a second run: shoal.connect(...).",
+            )
+        await self._check_model()
+        run = self._run = SwarmRun(
             dht.endpoint.streams,
             dht.peer.address,
             self._name,
             *self._made,
             settings=self._settings,
             codec=self._codec,
-            find=find,
+            find=finder(dht, self._name),
+            may_found=False,
         )
-        self._run = await run.__aenter__()
+        run.context.offers_when_asked = self._offers_when_asked
+        dht.endpoint.streams.handle(FACTS, self._serve_facts, payload_type=FactsRequest)
+        # announced before it looks: of two that come at once one at least sees the other
         address = dht.peer.address
-        self._kept = announce(dht, _name_of(self._name), [address.host, address.port], LIFETIME_S)
+        self._kept = announce(dht, presence_name(self._name), [address.host, address.port], LIFETIME_S)
+        try:
+            await self._kept.stored(Deadline.after(_ANNOUNCE_S))
+        except DeadlineExceeded:
+            log.warning("run %s: the DHT did not take this peer's address yet; it is tried again", self._name)
+        await run.__aenter__()
+        self._standing = StandingScope(f"beside run {self._name}")
+        scope = await self._standing.open()
+        scope.start_soon(self._found_if_first(run), name="begin the run")
+
+    async def _found_if_first(self, run: SwarmRun) -> None:
+        """Lets this member begin the run, unless somebody else does or has."""
+        dht = self._swarm.dht
+        others = await find_members(dht, self._name)
+        if others:
+            is_lowest = all(dht.peer_id < peer.id for peer in others if peer.id is not None)
+            await asyncio.sleep(_FOUND_S * (1 if is_lowest else 5))
+            while True:
+                if run.is_member or not await self._is_there_a_run():
+                    break
+                await asyncio.sleep(_FOUND_S)  # it is on its way into it
+        run.may_found = True
+
+    async def _is_there_a_run(self) -> bool:
+        peers = await find_members(self._swarm.dht, self._name)
+        answers = await ask_facts(self._swarm.dht.endpoint.streams, peers, FactsRequest(self._name))
+        return any(isinstance(facts, MemberFacts) and facts.is_member for facts in answers.values())
+
+    async def _check_model(self) -> None:
+        """UsageError when the members of the run train another model, or in another way."""
+        if self._model is None:
+            return
+        dht = self._swarm.dht
+        peers = await find_members(dht, self._name)
+        answers = await ask_facts(dht.endpoint.streams, peers, FactsRequest(self._name, with_model=True))
+        known = [facts for facts in answers.values() if isinstance(facts, MemberFacts) and facts.is_member]
+        if known:
+            furthest = max(known, key=lambda facts: (facts.num_samples, facts.fork))
+            if furthest.model is not None:
+                require_same_model(self._name, self._model, furthest.model)
+
+    def _serve_facts(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        request: FactsRequest = head.payload
+        if request.run != self._name or self._run is None:
+            raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
+        return Reply(self.facts(with_model=request.with_model))
+
+    def facts(self, *, with_model: bool = False) -> MemberFacts:
+        """Says how far this member is; on its loop."""
+        run = self.run
+        state, ledger = run.state, run.ledger
+        lost: dict[str, int] = {}
+        for reason, num in ledger.lost:
+            lost[reason] = lost.get(reason, 0) + num
+        blamed = [f"{peer} sent wrong bytes: {why}" for peer, why in list(run.blamed.items())[-MAX_NOTES:]]
+        return MemberFacts(
+            peer_id=str(self._swarm.dht.peer_id),
+            address=str(self._swarm.dht.peer.address),
+            name=f"{platform.node()[:40]}:{os.getpid()}",
+            fork=state.fork.hex()[:8],
+            round=state.round,
+            num_steps=state.num_steps,
+            num_samples=state.num_samples,
+            members=tuple(str(member.peer.address) for member in run.members),
+            is_member=run.is_member,
+            num_committed=ledger.num_committed,
+            num_pending=ledger.num_pending + ledger.num_under_way,
+            num_lost=ledger.num_lost,
+            lost=dict(list(lost.items())[-MAX_NOTES:]),
+            num_failed=run.num_failed,
+            num_bytes=run.num_sent_bytes,
+            samples_per_s=self.samples_per_s,
+            loss=self.loss,
+            notes=tuple([*blamed, *self.notes][-MAX_NOTES:]),
+            model=self._model if with_model else None,
+        )
 
     async def _close(self, *, is_in_order: bool) -> None:
         run = self.run
         self._kept.stop()
+        await self._standing.close()
         try:
-            if is_in_order and run.is_member:
-                await _unless_late(run.leave(Deadline.after(_LEAVE_S)))
+            if is_in_order:
+                await self._leave(_LEAVE_S)
         finally:
-            await run.__aexit__(None, None, None)
-            self._run = None
+            try:
+                await run.__aexit__(None, None, None)
+            finally:
+                self._run = None
+                self._swarm.dht.endpoint.streams.routes.remove(FACTS)
 
 
 async def _unless_late(work: Coroutine[Any, Any, None]) -> None:
@@ -155,16 +334,3 @@ async def _unless_late(work: Coroutine[Any, Any, None]) -> None:
         await work
     except ShoalError as error:
         log.warning("left without a commit: %s", error)
-
-
-def _name_of(run: str) -> str:
-    return f"run.{run}"
-
-
-def _read(peer_id: PeerId, value: Any) -> Peer | None:
-    """Reads what a peer has announced; None where it is no address."""
-    try:
-        host, port = value
-        return Peer(Address(host, port), peer_id)
-    except (TypeError, ValueError):
-        return None

@@ -190,6 +190,15 @@ class SampleLedger:
             self.lost.append((reason, self._frozen.samples))
             self._frozen = None
 
+    def abandon(self, reason: str) -> int:
+        """Lists what is pending and under way as lost, and gives how much that was: this member ends."""
+        num = self.num_pending + self.num_under_way
+        if num:
+            self.lost.append((reason, num))
+        self._frozen, self._base, self._carried, self._extra = None, 0, 0, None
+        self._sum.zero_()
+        return num
+
     def reconcile(self, is_in_history: Callable[[bytes, int], bool]) -> None:
         """Lists as lost what was committed under forks and rounds that the state held now does not descend
         from.

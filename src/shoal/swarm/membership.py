@@ -77,6 +77,10 @@ class MemberContext:
     wants_pin: bool = False
     is_ready: bool = False
     is_leaving: bool = False
+    offers_when_asked: bool = False
+    """Whether its contribution is made when a round begins, or it is ready, and not added to step by step."""
+    is_asked: bool = False
+    """A round has begun: what this member has learned may go in now."""
     not_before_s: float = 0.0
     """No round begins before this: the latest one came to nothing."""
     end: tuple[bytes, tuple[SwarmMember, ...]] | None = None

@@ -7,7 +7,7 @@ with AVX2 than without. Powers are kept as running products of Python floats, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -39,18 +39,19 @@ def _blocks(gradient: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[tor
 
 
 class CommittedSGD(msgspec.Struct, frozen=True):
-    """Stochastic gradient descent, with Nesterov's momentum where `momentum` is above zero."""
+    """Stochastic gradient descent, with momentum where `momentum` is above zero: Nesterov's, or Polyak's."""
 
     learning_rate: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+    is_nesterov: bool = True
 
     def start(self, num_elements: int) -> dict[str, Any]:
         """Keeps a velocity where there is momentum."""
         return {"velocity": torch.zeros(num_elements)} if self.momentum else {}
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
-        """θ ← θ − η(g + μv), v ← μv + g (Sutskever et al. 2013, as in torch)."""
+        """v ← μv + g; θ ← θ − η(g + μv), or θ ← θ − ηv (Sutskever et al. 2013, as in torch)."""
         velocities = [kept["velocity"]] if self.momentum else []
         for block in _blocks(gradient, parameters, *velocities):
             self._step(*block)
@@ -61,7 +62,10 @@ class CommittedSGD(msgspec.Struct, frozen=True):
         if velocity is not None:
             velocity *= self.momentum
             velocity += change
-            change += velocity * self.momentum
+            if self.is_nesterov:
+                change += velocity * self.momentum
+            else:
+                change.copy_(velocity)
         change *= self.learning_rate
         part -= change
 
@@ -113,6 +117,73 @@ class CommittedAdam(msgspec.Struct, frozen=True):
         change *= self.learning_rate
         change /= below
         part -= change
+
+
+class OptimizerPart(msgspec.Struct, frozen=True):
+    """How one range of the parameters, from the end of the part before, is stepped."""
+
+    end: int
+    optimizer: CommittedSGD | CommittedAdam
+    has_rate: bool = True
+    """Whether its learning rate follows the schedule."""
+
+
+class PartitionedOptimizer:
+    """Steps ranges of the parameters each in its own way, at rates that follow the number of steps made.
+
+    `rates(step)` gives the factor on the learning rate of each part whose rate follows the schedule, in
+    order; it must give the same on all members. With `kept` it goes on from what another run has kept.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[OptimizerPart],
+        rates: Callable[[int], Sequence[float]] | None = None,
+        kept: dict[str, Any] | None = None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self._rates = rates
+        self._kept = kept
+
+    def start(self, num_elements: int) -> dict[str, Any]:
+        """Keeps what each part keeps, and the number of steps."""
+        made: dict[str, Any] = {"num_steps": 0}
+        begin = 0
+        for number, part in enumerate(self.parts):
+            for name, value in part.optimizer.start(part.end - begin).items():
+                made[f"{number}.{name}"] = value
+            begin = part.end
+        if begin != num_elements:
+            raise UsageError(
+                f"The parts of the optimizer end at {begin}, and there are {num_elements} parameters.",
+                next_step="let the last part end with the last parameter.",
+            )
+        if self._kept is not None:
+            if sorted(self._kept) != sorted(made):
+                raise UsageError(
+                    "What the optimizer has kept is of another optimizer.",
+                    next_step="go on with the optimizer that the checkpoint was saved with.",
+                )
+            made = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self._kept.items()
+            }
+        return made
+
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
+        """Steps part by part."""
+        factors = iter(() if self._rates is None else self._rates(kept["num_steps"]))
+        begin = 0
+        for number, part in enumerate(self.parts):
+            optimizer, prefix = part.optimizer, f"{number}."
+            if part.has_rate and (factor := next(factors, 1.0)) != 1.0:
+                rate = optimizer.learning_rate * factor
+                optimizer = msgspec.structs.replace(optimizer, learning_rate=rate)
+            own = {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+            optimizer.step(parameters[begin : part.end], gradient[begin : part.end], own)
+            kept.update((prefix + name, value) for name, value in own.items())
+            begin = part.end
+        kept["num_steps"] += 1
 
 
 def optimizer_named(name: str, learning_rate: float | None = None) -> CommittedOptimizer:

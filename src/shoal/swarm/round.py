@@ -159,6 +159,8 @@ class SwarmRound:
 
     def wake(self) -> None:
         """Has the member's own facts looked at again."""
+        if self.stage == REGISTER:
+            self._register()  # it may have been asked, and have something now
         self._changed.fire()
 
     def _tell(self) -> None:
@@ -271,6 +273,9 @@ class SwarmRound:
         """Makes a contribution of what is pending, once a round."""
         if self._registration is None:
             context = self._context
+            if context.offers_when_asked and not context.is_ready:
+                context.is_asked = True
+                return
             self._frozen = context.ledger.freeze()
             samples = self._frozen.samples if self._frozen else 0
             num_elements, bandwidth = context.ledger.num_elements, context.settings.bandwidth
@@ -550,13 +555,15 @@ class SwarmRound:
                 if follower.registration is not None and place not in arrived:
                     arrived[place] = None
                     context.arrivals.observe(self._now() - opened_s)
-            awaited = [p for p in range(len(self.members)) if p != self.me and p not in arrived]
+            if self._registration is not None:
+                arrived.setdefault(self.me)
+            awaited = [p for p in range(len(self.members)) if p not in arrived]
             if not any(self._is_present(place, self._now()) for place in awaited):
                 break
             await self._changed.wait(_TICK_S)
         registered = {place: one.registration for place, one in self._followers.items() if one.registration}
-        assert self._registration is not None
-        registered[self.me] = self._registration
+        if self._registration is not None:
+            registered[self.me] = self._registration
         reduce_s = min(max(2 * context.durations.timeout_s(), _SHORTEST_REDUCE_S), _LONGEST_REDUCE_S)
         now_s = self._now()
         return make_plan(

@@ -95,6 +95,9 @@ _HOLD_S = 30.0
 _TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
 _FLOAT_BYTES = 4
+_LINGER_S = 3.0
+_ALONE_S = 10.0
+"""Who was joining when the last member ended begins the run again from its state after so long."""
 
 _REPLIES: dict[str, Any] = {
     FOLLOW: RoundStatus,
@@ -150,6 +153,10 @@ class SwarmRun:
         self.history: deque[tuple[bytes, int, bytes]] = deque(maxlen=MAX_HISTORY)
         """Fork, round and the state's name after it, of the latest commits that this member has applied."""
         self.num_commits = 0
+        self.num_failed = 0
+        """Rounds that had a plan and came to nothing, as far as this member was there."""
+        self.num_sent_bytes = 0
+        """Bytes of parts and averages that went to other members."""
         self.blamed: dict[Peer, str] = {}
         """Donors that sent wrong bytes while this member joined."""
         self.has_left = False
@@ -158,8 +165,12 @@ class SwarmRun:
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
         self._contacts = list(contacts)
         self._find = find
-        self._may_found = may_found
+        self.may_found = may_found
+        """Whether it begins the run where it finds nobody."""
         self._tenure = 0
+        self._was_listed = False
+        self._told: dict[SwarmMember, None] = {}
+        """Who knows that this member has left."""
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
         self._pinned: tuple[int, str] | None = None
@@ -232,6 +243,12 @@ class SwarmRun:
         while not self.has_left:
             deadline.check("leaving the run")
             await self._changed.wait(deadline.remaining_s)
+        # who has decided that it is off the list tells the others: alone they might be no quorum
+        round_, told_by = self.round, Deadline.after(_LINGER_S * self.settings.patience)
+        while round_ is not None and round_.coordinator == self.context.me and not told_by.is_past:
+            if all(member in self._told for member in self.members):
+                break
+            await self._changed.wait(min(_JOIN_TICK_S, told_by.remaining_s))
 
     async def __aenter__(self) -> Self:
         scope = await self._standing.open()
@@ -244,7 +261,13 @@ class SwarmRun:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._standing.close()
+        try:
+            await self._standing.close()
+        finally:
+            # another run may use the transport afterwards
+            self._donor.close()
+            for method in self._serve:
+                self._transport.routes.remove(method)
 
     # --- from round to round ---
 
@@ -257,6 +280,7 @@ class SwarmRun:
             self._changed.fire()
             commit = await self._play(round_)
             if commit is None:
+                self.num_failed += 1
                 self._leave_round(round_)
             else:
                 self._apply(commit, round_.held, round_.me)
@@ -313,13 +337,16 @@ class SwarmRun:
         self.ledger.settle(commit, place)
         self.history.append((commit.fork, commit.round, self.state.name))
         self.num_commits += 1
+        self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
         if commit.should_pin:
             self._pin()
         self._forget()
         context = self.context
-        context.is_ready = False
+        context.is_ready = context.is_asked = False
+        if commit.kind != STEP and self.round is not None and self.round.plan is not None:
+            self.num_failed += 1
         listed = commit.members
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
         context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
@@ -390,24 +417,42 @@ class SwarmRun:
 
     async def _join(self) -> None:
         """Becomes a member: takes the state from several donors, catches up, and waits to be listed."""
+        alone_s = self.context.now_s()
         while not self.is_member:
             found = await self._look_around()
             if found is None:
-                if self._may_found and not self.num_commits:
+                if self._may_begin(alone_s):
                     self._found()
                     return
                 await asyncio.sleep(_JOIN_TICK_S)
                 continue
+            alone_s = self.context.now_s()
             with contextlib.suppress(ShoalError):
                 await self._come_closer(found)
             if not self.is_member:
                 await self._changed.wait(_JOIN_TICK_S)
         self.ledger.reconcile(self.state.descends_from)
 
+    def _may_begin(self, alone_s: float) -> bool:
+        """Whether this member, which finds nobody since then, begins the run: anew, or from the state it has.
+
+        Who has a state waits: the others may be cut off, and two forks lose the samples of one.
+        """
+        if not self.state.fork:
+            return self.may_found
+        wait_s = self.settings.minority_after_s if self._was_listed else _ALONE_S
+        waited_s = self.context.now_s() - alone_s
+        return self.may_found and self._find is not None and waited_s > wait_s * self.settings.patience
+
     def _found(self) -> None:
         """Begins a run with this member alone."""
         me = self.context.me
         fact = msgspec.msgpack.encode((self.run, me))
+        if self.state.fork:
+            self.state.branch(hashlib.sha256(self.state.name + fact).digest())
+            self._finished.clear()
+            self.members, self._tenure = (me,), 1
+            return
         self.state = CommittedState(
             self.state.parameters, self.state.optimizer, hashlib.sha256(fact).digest()
         )
@@ -512,6 +557,8 @@ class SwarmRun:
         if member == self.context.me:
             answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
             return answer if isinstance(answer, Reply) else Reply(answer)
+        if method == PART:
+            self.num_sent_bytes += _num_bytes(buffers)
         reply = await self._transport.call(
             member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01)), into=into
         )
@@ -528,7 +575,10 @@ class SwarmRun:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
             self._check_sender(head)
             answer = await handler(head.payload, buffers)
-            return answer if isinstance(answer, Reply) else Reply(answer)
+            if not isinstance(answer, Reply):
+                return Reply(answer)
+            self.num_sent_bytes += _num_bytes(answer.buffers)
+            return answer
 
         return serve
 
@@ -555,6 +605,13 @@ class SwarmRun:
         raise PeerBusy(f"This member is not in round {number}.")
 
     async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
+        status = await self._status_of(request)
+        if status.decision is not None and self.has_left:
+            self._told[request.member] = None
+            self._changed.fire()
+        return status
+
+    async def _status_of(self, request: FollowRequest) -> RoundStatus:
         is_ours = request.fork == self.state.fork
         if is_ours and request.round < self.state.round:
             finished = self._finished.get(request.round)
@@ -635,6 +692,10 @@ def _read(payload: Any, kind: Any) -> Any:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+def _num_bytes(buffers: Sequence[Any]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def _pinned_state(answer: Any) -> str:

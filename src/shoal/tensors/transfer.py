@@ -131,6 +131,7 @@ class StateDonor:
         self.asked_s: dict[str, float] = {}
         """When somebody last asked for a state that is held, by the loop's clock."""
         self._held: dict[str, HeldState] = {}
+        self._transport = transport
         transport.handle(_INDEX, self._serve_index, payload_type=str)
         transport.handle(_LEAF, self._serve_leaf, payload_type=tuple[str, int])
 
@@ -142,6 +143,12 @@ class StateDonor:
         """Gives it no more."""
         self._held.pop(name, None)
         self.asked_s.pop(name, None)
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        self._held.clear()
+        for method in (_INDEX, _LEAF):
+            self._transport.routes.remove(method)
 
     def _serve_index(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         return Reply(buffers=[self._find(head.payload).index])
