@@ -196,7 +196,7 @@ class SampleLedger:
         if num:
             self.lost.append((reason, num))
         self._frozen, self._base, self._carried, self._extra = None, 0, 0, None
-        self._sum.zero_()
+        self._sum, self._scale = None, 1
         return num
 
     def reconcile(self, is_in_history: Callable[[bytes, int], bool]) -> None:
