@@ -58,7 +58,8 @@ def shells():
             shell.child.stdout.close()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.slow  # two minutes on a busy machine
+@pytest.mark.timeout(300)
 def test_two_shells():
     words = ("--min-peers", 2, "--steps", 10, "--target-samples", 128, "--minority-after", 5)
     with shells() as two:

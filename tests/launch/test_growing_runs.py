@@ -20,7 +20,7 @@ pytestmark = [
 ]
 NUM_EXAMPLES = 203
 NUM_TRIES = int(os.environ.get("SHOAL_NUM_CHANGES", "20"))
-NAMES = sorted(name for name in BUILT_IN if name not in ("ddp", "horovod"))
+NAMES = sorted(name for name in BUILT_IN if name not in ("ddp", "horovod", "swarm"))
 MORE = {
     "hierarchical": ["--workers-per-machine", 2],
     "parameter-server": ["--num-servers", 2],

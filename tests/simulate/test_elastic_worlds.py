@@ -14,7 +14,7 @@ from shoal.strategies import BUILT_IN
 from shoal.transport import FaultScript
 from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, check_listed, run
 
-WITH_SERVERS, OUTSIDE = ("parameter-server", "staleness-aware"), ("ddp", "horovod")
+WITH_SERVERS, OUTSIDE = ("parameter-server", "staleness-aware"), ("ddp", "horovod", "swarm")
 STRATEGIES = [name for name in BUILT_IN if name not in OUTSIDE]
 OFTEN_LOCAL = ("local-sgd", "diloco", "noloco", "sparse-loco")
 """Their own rounds are longer than these runs."""

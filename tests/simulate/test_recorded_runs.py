@@ -32,7 +32,7 @@ RECORDED = Path(__file__).parent / "recorded_runs.json"
 NUM_WORKERS, NUM_STEPS, EVAL_EVERY = 4, 12, 3
 SHAPES = ((3, 4), (5,))
 NUM_ELEMENTS = sum(map(math.prod, SHAPES))
-OUTSIDE = ("ddp", "horovod")
+OUTSIDE = ("ddp", "horovod", "swarm")
 """They talk to their peers by libraries of their own, which know nothing of virtual time."""
 SLOW_LINES = Profile.parse(
     "[places.home]\nup_mbit_s = 0.2\ndown_mbit_s = 0.4\n"

@@ -59,8 +59,8 @@ CASES = {
 }
 YOUNG = ("noloco", "sparse-loco")
 """No version that was released has them; the next one that is recorded does."""
-WITHOUT = ("ddp", "horovod", "hierarchical")
-"""They keep nothing of their own, and need more than two workers on one machine."""
+WITHOUT = ("ddp", "horovod", "hierarchical", "swarm")
+"""They keep nothing of their own, need more than two workers on one machine, or live on real sockets."""
 SERVED = ("parameter-server", "staleness-aware")
 """They have servers beside the workers, and run in virtual time."""
 IN_TURN = ("pair", "push-sum", "window")

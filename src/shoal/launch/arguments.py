@@ -181,6 +181,11 @@ def check_engine(engine: str, address: str | None, hosts: object) -> None:
 def check_elastic(strategy: str | None, env: Env) -> None:
     """Raise UsageError for what does not go together with --elastic."""
     name = "" if strategy is None else find(strategy)[0].name
+    if name == "swarm":
+        raise UsageError(
+            "Under swarm peers come and go without --elastic.",
+            next_step="leave --elastic out, and start more with --option join=HOST:PORT.",
+        )
     if name in ("ddp", "horovod"):
         raise UsageError(
             f"{name} cannot change its number of workers while it trains.",
