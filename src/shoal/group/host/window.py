@@ -703,13 +703,14 @@ class _HostSlot(WindowSlot):
     """A slot, inside of its `with` block; a class, since a generator would cost as much as what is done."""
 
     def __init__(self, window: HostWindow, source: int, cell: SlotCell) -> None:
-        self.source = source
+        self.source = source  # a cluster's window names it by its rank there
+        self._place = source
         self._window = window
         self._cell = cell
 
     def __enter__(self) -> Self:
         cell = self._cell
-        self._window.take(cell, self.source)
+        self._window.take(cell, self._place)
         self.num_writes = cell.words[_NUM_WRITES]
         self.mass = cell.numbers[_MASS] if self.num_writes else 0.0
         self.note = bytes(cell.note[: cell.words[_NOTE_BYTES]]) if self.num_writes else b""
@@ -717,7 +718,7 @@ class _HostSlot(WindowSlot):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._window.give_back(self._cell, self.source)
+        self._window.give_back(self._cell, self._place)
 
     def clear(self) -> None:
         """Empties the slot; the memory is left as it is."""
