@@ -455,13 +455,11 @@ class SwarmRound:
         return is_quorum(len(self.members), present)
 
     def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
-        """Whether a member has been heard lately: who is not is not waited for."""
+        """Whether a member has been heard lately, be it in the round before: who is not is not waited for."""
         if place == self.me:
             return True
-        presence = self._context.presence.get(self.members[place])
+        presence = self._presence_of(place, now_s)
         limit_s = SILENCE_S * self._context.settings.patience
-        if presence is None or place not in self._followers:
-            return False
         # a follower ends its call to make another one when it has something new to tell
         grace_s = GONE_SHARE * limit_s
         has_closed = presence.closed_s is not None and now_s - presence.closed_s > grace_s
@@ -644,11 +642,17 @@ class SwarmRound:
     def _is_gone(self, place: int, now_s: float) -> bool:
         if place == self.me:
             return False
-        presence = self._context.presence.get(self.members[place])
-        if presence is None:  # not heard yet: it has as long as others
-            presence = self._context.presence[self.members[place]] = MemberPresence(now_s)
+        presence = self._presence_of(place, now_s)
         is_suspect = place in self._suspects and place not in self._followers
         return is_suspect or presence.is_gone(now_s, self._context.settings.patience)
+
+    def _presence_of(self, place: int, now_s: float) -> MemberPresence:
+        """Says when a member was heard; one that was not heard yet has as long as others from now on.
+
+        So one that was just listed is waited for: else a fast coordinator would go on without it, round after
+        round, and it would never catch up.
+        """
+        return self._context.presence.setdefault(self.members[place], MemberPresence(now_s))
 
     def _admissible(self, now_s: float) -> list[SwarmMember]:
         """Lists those who want to join and are at most one commit behind."""
