@@ -56,6 +56,26 @@ def test_a_joiner_comes_in_while_rounds_go_on():
     virtual(main())
 
 
+def test_one_that_was_just_listed_is_waited_for_by_a_member_that_needs_nobody():
+    """It would be a quorum alone, and go on faster than the other can follow."""
+
+    async def main():
+        async with World(target_samples=5) as world:
+            await world.start_all(1)
+            joiner = await world.start(1, may_found=False)
+            await world.wait(lambda: len(world.runs[0].members) == 2)
+            for key in range(10):
+                known = world.runs[0].num_commits
+                world.runs[0].add(gradient(key), 5)
+                await world.wait(lambda known=known: world.runs[0].num_commits > known)
+            assert joiner.is_member
+            assert joiner.context.me in world.runs[0].members
+            assert world.runs[0].state.round - joiner.state.round <= 1
+            world.check()
+
+    virtual(main())
+
+
 def test_the_state_comes_from_several_donors_and_a_liar_is_named():
     async def main():
         async with World(num_elements=LEAF_BYTES // 4) as world:
