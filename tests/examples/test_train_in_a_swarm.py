@@ -74,7 +74,7 @@ def test_two_shells():
 @pytest.mark.timeout(1200)
 def test_one_of_four_killed_and_one_joining_learns_as_well():
     """At equal steps of the run, and so at equal samples; within a point of nobody coming and going."""
-    words = ("--steps", 120, "--target-samples", 256, "--minority-after", 20)
+    words = ("--steps", 600, "--target-samples", 256, "--minority-after", 20)
     reached = []
     for has_churn in (False, True):
         with shells() as members:
@@ -82,7 +82,7 @@ def test_one_of_four_killed_and_one_joining_learns_as_well():
             join = ("--join", members[0].address, "--min-peers", 3)
             members.extend(Shell(*words, *join) for _ in range(3))
             if has_churn:
-                members[1].read_until(r"step [2345]\d:")
+                members[1].read_until(r"step \d\d:")
                 members[3].child.kill()
                 members.insert(3, Shell(*words, *join))
             survivors = members[:4] if has_churn else members
