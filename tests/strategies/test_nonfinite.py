@@ -238,3 +238,16 @@ def test_a_step_that_is_left_out_and_raises_gives_the_gradients_back():
     with pytest.raises(RuntimeError, match="the optimizer fails"):
         train_once()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gradients_that_are_hidden_for_two_reasons_come_back():
+    model = torch.nn.Linear(2, 1)
+    strategy = make_strategy(Mirror(), "local-sgd")
+    with strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        model(torch.ones(1, 2)).sum().backward()
+        given = [parameter.grad for parameter in model.parameters()]
+        session.finite.hide_gradients()
+        session.finite.hide_gradients()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        session.finite.after_optimizer()
+        assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), given, strict=True))

@@ -2,7 +2,7 @@
 
 Answers and silences teach the routing table who is there. Handlers are plain functions: they run in the
 loop's turn in which the request came. Whoever asks too often is told so; what is to be stored goes through
-`LocalRecords.store`, which checks signature and schema first.
+`LocalRecords.store`, which checks owner, signature and schema first (`Validator.check`).
 
 Answers travel as bytes inside the payload, so that they are decoded once, into the type that they should
 have.

@@ -5,7 +5,8 @@ its value and for peers that are nearer still, until so many of the nearest have
 found. Keys that go to the same peer share its requests. A peer that is slow is not waited for: the next is
 asked beside it, and its answer counts if it comes; one that fails is gone from the list. Where some were
 silent and nothing was found, others are asked too (`Lookup.is_doubtful`), and at last those near the key that
-failed of late (`ask_failed_of_late`). Whatever happens, it ends at its deadline (`Requests.run`). `look_up`
+failed of late (`ask_failed_of_late`, half a second). Whatever happens, the asking ends at its deadline
+(`Requests.run`). `look_up`
 and `find_records` are what others call; what a look-up leaves in caches on its way is at the end.
 """
 

@@ -428,7 +428,7 @@ class Cache(ExpiringSlots):
 class PushedCache(Cache):
     """Copies that others have put into this peer's cache: used to answer, never to read.
 
-    What is here was checked for its signature and no more: this peer did not look for it itself. It is
+    What is here was checked as all that is stored, but this peer did not look for it itself. It is
     forgotten soon, whatever its expiration, so that nobody can speak through this peer for long; and it is
     apart, so that what strangers send displaces nothing that was looked for.
     """

@@ -1,7 +1,8 @@
 """What peers of the DHT send each other: messages, contacts and coordinates, byte for byte.
 
-`protocol` sends these messages and answers them. A new message is a Struct for what is asked, one for what is
-answered and a line in `MESSAGES` here, and a `call_` and an `rpc_` method of `DHTProtocol` there. What the
+`protocol` sends these messages and answers them. A new message is a Struct for what is asked, one for what
+is answered and a line in `MESSAGES` here, and a `call_` and an `rpc_` method of `DHTProtocol` there, of which
+the latter asks `_admit` first. A peer without the method refuses, which counts as its failure. What the
 bytes are stands in tests/dht/test_wire_format.py: peers of other versions read them.
 """
 

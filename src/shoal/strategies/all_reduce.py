@@ -285,7 +285,7 @@ class GradientRound:
             self._session.go_on_without(error)
 
     def _end(self, number: int) -> None:
-        """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
+        """Ends a round with the backward pass that began it; does nothing if it is over or has failed."""
         if not self.is_open or number != self._number:
             return
         try:

@@ -113,9 +113,13 @@ class FiniteCheck:
             parameter.grad = gradient
 
     def hide_gradients(self) -> None:
-        """Leaves the optimizer nothing to do in the step that comes; afterwards they are there again."""
+        """Leaves the optimizer nothing to do in the step that comes; afterwards they are there again.
+
+        A step may have two reasons for it: a value that is not finite, and a peer that was lost.
+        """
+        if not self.is_hiding:
+            self._hidden = [parameter.grad for parameter in self._session.trainable]
         self.is_hiding = True
-        self._hidden = [parameter.grad for parameter in self._session.trainable]
         for parameter in self._session.trainable:
             parameter.grad = None
 

@@ -630,7 +630,7 @@ class TrainingSession:
     # `set_grad_enabled` in a block takes 1.4 µs, `no_grad` as a decorator 3.5.
 
     def step_begins(self, num_missed: int) -> float:
-        """Is called before the optimizer's step, after `num_missed` skipped ones; factor of its rates."""
+        """Prepares the optimizer's step, after `num_missed` skipped ones; returns the factor on its rates."""
         strategy = self.strategy
         if self.elastic is not None and self.elastic.error is not None:
             self.finite.hide_gradients()  # the step is dropped as a whole, on all workers

@@ -44,7 +44,7 @@ _LOOKS_PER_BEAT = 4
 _ASK_AGAIN_S = 1.0
 _TURN_S = 0.005  # for a verdict to leave before its connection is ended, and for that end to be noticed
 _NOTICING = 1.25
-"""How long after a cut silence is noticed, at the latest: a beat may have been answered just before."""
+"""Times `silence_s`: a cut is noticed after so long at the latest, if a beat was answered just before."""
 
 
 class Members:

@@ -47,9 +47,9 @@ class Stats(msgspec.Struct):
     resent: int = 0
     """Requests sent again because no answer had come in time."""
     duplicates: int = 0
-    """Packets, requests and answers that had come before."""
+    """Packets, requests and answers that had come before: copies of the network, and replays."""
     refused: int = 0
-    """Packets that were not taken: nonsense, forged, replayed, or from somebody who may not talk."""
+    """Packets that were not taken: nonsense, forged, or from somebody who may not talk."""
     unheard: int = 0
     """Packets that the system had no room to send; their calls try again."""
 

@@ -189,7 +189,9 @@ class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
     code: str = ""
 
 
-# those for callees are handled in `CalleeSession.receive`, those for callers in `CallerSession.receive`
+# A new frame is a Struct with the next tag, a member of this union, a branch in `CalleeSession.receive` or
+# `CallerSession.receive`, and a new VERSION: older peers drop the packet. Tag 3 was version 1's. Tags 1, 5,
+# 6 and 7 are also written by hand, where a frame is encoded often.
 Frame = (
     Request | Cancel | Proof | AnswerFrame | Failure | AnswerPart | Working | TooLarge | Challenge | Goodbye
 )
