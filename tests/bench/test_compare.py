@@ -312,7 +312,7 @@ def test_two_contests_of_one_seed_are_equal_to_the_bit(run):
 
 def test_all_is_every_strategy_but_those_that_pass_their_group_by():
     contenders = compared(["all"], {})
-    assert left_out() == ["ddp", "horovod"]
+    assert left_out() == ["ddp", "horovod", "swarm"]
     assert [each.strategy for each in contenders] == [name for name in BUILT_IN if name not in left_out()]
     with pytest.raises(UsageError, match="ddp cannot be compared"):
         compared(["all", "ddp"], {})

@@ -123,8 +123,9 @@ def test_errors_that_follow_are_a_line_and_not_the_cause(start):
     ]
 
 
-def test_tracebacks_as_torch_prints_them_are_told_apart_too(start):
+def test_tracebacks_as_torch_prints_them_are_told_apart_too(start, monkeypatch):
     """Once torch.distributed is up, it puts the rank before each line."""
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 30.0)  # the others may need a while to end
     done = start(
         """
         import io, traceback
