@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 
 from shoal.core.elastic import (
+    ANSWERING_S,
     SUSPECT_S,
     Coordinator,
     Form,
@@ -389,6 +390,97 @@ def test_of_two_that_cannot_connect_the_newer_one_is_given_up_in_the_end():
         coordinator.advance(0.0)
     assert expelled == [1]
     assert coordinator.members == (0,)
+
+
+def coordinator_of(num_workers, expelled, sent=None, min_workers=1, machines=None):
+    """A coordinator whose first generation is told to form."""
+    coordinator = Coordinator(
+        send=lambda number, message: None if sent is None else sent.append((number, message)),
+        expel=lambda number, reason: expelled.append(number),
+        min_workers=min_workers,
+    )
+    for number in range(num_workers):
+        coordinator.add(number, 0 if machines is None else machines[number])
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    return coordinator
+
+
+def all_form(coordinator):
+    for number in coordinator.members:
+        coordinator.take(number, Formed(coordinator.generation))
+
+
+def test_nobody_is_given_up_for_losses_that_follow_from_another():
+    """Twice one dies, another one closes because of that, and the rest loses both."""
+    expelled: list[int] = []
+    coordinator = coordinator_of(4, expelled)
+    for dead in (3, 2):
+        all_form(coordinator)
+        coordinator.end(dead, has_left=False)
+        first, *others = range(dead)
+        for number in others:
+            coordinator.take(number, Waiting(is_fresh=False, lost=(dead, first)))
+        coordinator.take(first, Waiting(is_fresh=False, lost=(dead,)))
+        coordinator.advance(0.1)
+        assert coordinator.members == tuple(range(dead))
+    assert expelled == []
+
+
+def test_who_waits_for_more_workers_gives_nobody_up():
+    expelled: list[int] = []
+    coordinator = coordinator_of(3, expelled, min_workers=3)
+    all_form(coordinator)
+    coordinator.end(2, has_left=False)
+    coordinator.take(0, Waiting(is_fresh=False, lost=(2, 1)))
+    coordinator.take(1, Waiting(is_fresh=False, lost=(2,)))
+    for tick in range(100):
+        coordinator.advance(0.1 * tick)
+    assert expelled == []
+    assert coordinator.num_short == 1
+
+
+def test_who_was_told_that_one_is_gone_has_not_failed_to_reach_it():
+    """0 cannot reach 1 twice; 2 only hears from 0 that the group has failed, and 0 is not given up for that."""
+    expelled: list[int] = []
+    coordinator = coordinator_of(4, expelled)
+    for _ in range(2):
+        coordinator.take(0, Waiting(is_fresh=True, lost=(1,)))
+        for number in (1, 2, 3):
+            coordinator.take(number, Waiting(is_fresh=True, lost=(0,)))
+        coordinator.advance(0.0)
+    assert expelled == [1]
+    assert coordinator.members == (0, 2, 3)
+
+
+def test_a_loss_while_the_next_group_forms_is_told_also_if_another_one_has_formed_already():
+    sent: list[tuple[int, object]] = []
+    coordinator = coordinator_of(3, [], sent)
+    coordinator.take(2, Progress(b"far"))
+    coordinator.take(0, Formed(1))
+    coordinator.end(2, has_left=False)
+    coordinator.take(1, Formed(1))  # on its way when the other one was lost
+    for number in (0, 1):
+        coordinator.take(number, Waiting(is_fresh=False, lost=(2,)))
+    coordinator.advance(0.1)
+    forms = [message for _, message in sent if isinstance(message, Form) and message.generation == 2]
+    assert [form.lost for form in forms] == [((2, b"far"),)] * 2
+
+
+def test_one_that_never_says_when_it_can_stop_is_given_up_in_the_end():
+    """It holds the interpreter's lock, while the others have stopped for somebody who comes."""
+    expelled: list[int] = []
+    coordinator = coordinator_of(2, expelled)
+    all_form(coordinator)
+    coordinator.add(2, 0)
+    coordinator.take(2, Waiting(is_fresh=True))
+    coordinator.advance(1.0)
+    coordinator.take(0, Reached(1, 5))
+    coordinator.advance(1.1)
+    coordinator.advance(ANSWERING_S)
+    assert expelled == []
+    coordinator.advance(ANSWERING_S + 3.0)
+    assert expelled == [1]
 
 
 @pytest.mark.parametrize(("machines", "expected"), [("0011", [2, 3]), ("011", [0]), ("00112", [2, 3, 4])])

@@ -40,8 +40,12 @@ class Life:
     """By epoch: what the loader lists."""
     num_dropped: int = 0
     """Steps whose examples come again."""
+    means_at_first: list[torch.Tensor] = field(default_factory=list)
+    """Running means of the model, when this worker was attached."""
     final: str = ""
     steps: int = 0
+    rate: float = 0.0
+    is_finite: bool = False
 
 
 def digest(model, optimizer):
@@ -54,13 +58,18 @@ def digest(model, optimizer):
     return found.hexdigest()[:16]
 
 
-def make_model():
-    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+def make_model(has_running_means=False):
+    norms = [torch.nn.BatchNorm1d(4)] if has_running_means else []
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), *norms, torch.nn.Tanh(), torch.nn.Linear(4, 2))
 
 
-def train(worker, life, strategy, options):
+def train(worker, life, strategy, options, scales_rate=False, has_running_means=False, new_ones_hold=None):
     torch.manual_seed(0)
-    model = make_model()
+    model = make_model(has_running_means)
+    if new_ones_hold is not None and worker.rank >= worker.group.size:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(new_ones_hold)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     sharing = make_strategy(worker.group, strategy, **options)
     data = TensorDataset(torch.arange(NUM_EXAMPLES), INPUTS)
@@ -68,6 +77,13 @@ def train(worker, life, strategy, options):
     _count_dropped(worker.group, life)
     with worker.charged(model), sharing.attach(model, optimizer) as session:
         session.on_resize(lambda old, new: life.sizes.append((old, new)))
+        if scales_rate:
+            session.on_resize(
+                lambda old, new: [
+                    group.update(lr=group["lr"] * new / old) for group in optimizer.param_groups
+                ]
+            )
+        life.means_at_first = [mean.clone() for name, mean in model.named_buffers() if name.endswith("_mean")]
         life.attached_s = worker.clock.now_s()
         while loader.epoch < NUM_EPOCHS:
             for numbers, inputs in loader:
@@ -83,6 +99,8 @@ def train(worker, life, strategy, options):
                 life.trail.append((generation, sharing.steps, digest(model, optimizer), worker.clock.now_s()))
                 life.lost = {epoch: list(items) for epoch, items in loader.lost_items.items()}
     life.final, life.steps = digest(model, optimizer), sharing.steps
+    life.rate = optimizer.param_groups[0]["lr"]
+    life.is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def _count_dropped(group, life):
@@ -97,14 +115,14 @@ def _count_dropped(group, life):
     loaders.roll_back = count
 
 
-def run(strategy, script, num_workers=4, options=None, **world):
-    """The outcomes, and what each worker has done, by number."""
+def run(strategy, script, num_workers=4, options=None, training=None, **world):
+    """The outcomes, and what each worker has done, by number; `training` is what `train` gets beside."""
     lives = {}
 
     def work(worker):
         life = lives[worker.rank] = Life(worker.rank, worker.clock.now_s())
         try:
-            train(worker, life, strategy, options or {})
+            train(worker, life, strategy, options or {}, **(training or {}))
         finally:
             life.ended_s = worker.clock.now_s()
 

@@ -19,8 +19,8 @@ STRATEGIES = [name for name in BUILT_IN if name not in OUTSIDE]
 OFTEN_LOCAL = ("local-sgd", "diloco", "noloco", "sparse-loco")
 """Their own rounds are longer than these runs."""
 JOIN = '[[fault]]\nkind = "join"\nat_s = 0.05\n'
-KILL = '[[fault]]\nkind = "kill"\nat_s = 0.12\npeer = "rank:1"\n'
-LEAVE = '[[fault]]\nkind = "leave"\nat_s = 0.18\npeer = "rank:2"\n'
+KILL = '[[fault]]\nkind = "kill"\nat_s = 0.2\npeer = "rank:1"\n'
+LEAVE = '[[fault]]\nkind = "leave"\nat_s = 0.28\npeer = "rank:2"\n'
 CHURN = JOIN + KILL + LEAVE
 NUM_TRIES, NUM_QUICK_TRIES = 100, 10
 
@@ -66,8 +66,34 @@ def test_all_reduce_stays_equal_and_each_example_counts_once(script):
 def test_sizes_are_told_and_the_run_grows_at_once():
     _, lives = run("all-reduce", CHURN)
     assert lives[0].sizes == [(4, 5), (5, 4), (4, 3)]
-    assert lives[4].sizes == [(5, 4), (4, 3)]
+    assert lives[4].sizes == [(4, 5), (5, 4), (4, 3)]  # the first one for the rate that it has taken over
     assert lives[4].attached_s - lives[4].began_s < 0.3
+
+
+def test_rates_that_follow_the_number_of_workers_leave_models_equal():
+    """Whoever comes has the others' rate of before, and follows the change by which it has come."""
+    outcomes, lives = run("all-reduce", CHURN, training={"scales_rate": True})
+    check_equal(lives)
+    for number in check_ends(outcomes, killed=[1], left=[2]):
+        assert lives[number].rate == pytest.approx(0.05 * 3 / 4)
+
+
+def test_running_means_are_each_workers_own_and_a_new_one_takes_some(caplog):
+    """They differ from worker to worker, which does not make anybody's model another one."""
+    outcomes, lives = run("all-reduce", CHURN, training={"has_running_means": True})
+    finished = check_ends(outcomes, killed=[1], left=[2])
+    check_equal(lives)
+    assert len({lives[number].final for number in finished}) == 1
+    assert "differs from most" not in caplog.text
+    (mean,) = lives[4].means_at_first
+    assert mean.abs().max() > 0
+
+
+def test_a_new_workers_model_may_hold_anything():
+    """Also where means are taken: it has no part in them."""
+    outcomes, lives = run("local-sgd", CHURN, training={"new_ones_hold": float("nan")})
+    for number in check_ends(outcomes, killed=[1], left=[2]):
+        assert lives[number].is_finite
 
 
 def test_the_next_step_follows_a_loss_soon():

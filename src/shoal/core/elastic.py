@@ -42,15 +42,14 @@ SUSPECT_S = 2.0
 """A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
 it is stopped, or cut off."""
 ANSWERING_S = 60.0
-"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off."""
+"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off. So is one
+that nobody has lost, and that does not answer."""
 HORIZON_S = 0.05
 """A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
 hears where the others stop."""
 MAX_MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct(">I")
 _SMALLER, _UNREACHED = "the run was made smaller", "other workers cannot connect to it"
-_MAX_FAILURES = 2
-"""A generation that could not form so many times in a row leaves out those that others could not reach."""
 
 
 class ElasticMessage(msgspec.Struct, frozen=True, tag=True):
@@ -187,6 +186,12 @@ class _Worker:
     note: bytes = b""
     is_forming: bool = False
     """Whether it was told to form a group, and has neither done so nor failed."""
+    has_formed: bool = False
+    """Whether it is, or was, in the group of the generation that it was last told to form."""
+    unreached: tuple[int, ...] = ()
+    """The numbers of those that it could not connect to when that group did not form."""
+    told_gone: int | None = None
+    """The number that it was told is gone while that group formed."""
 
 
 class Coordinator:
@@ -222,11 +227,14 @@ class Coordinator:
         """Whether a worker has ever been in a group; servers come there a little earlier."""
         self._has_finished = False
         """Whether a worker that has trained has ended in order by itself: its training is over."""
-        self._num_failures = 0
+        self._failed: tuple[tuple[int, int], ...] = ()
+        """The numbers of each two that did not reach each other when all stopped the last time."""
         self._left: dict[int, bytes] = {}
         """The notes of those that have left since a generation has formed."""
         self._lost: dict[int, bytes] = {}
         """The notes of those that were lost since then."""
+        self._told: tuple[int, ...] = ()
+        """The numbers of those of whom this generation was told that they have left, or were lost."""
         self._gatherings: dict[str, dict[int, bytes]] = {}
         """By name: what the workers of this generation have given, by number."""
 
@@ -279,10 +287,9 @@ class Coordinator:
             case Formed():
                 if message.generation == self.generation and worker.state == "training":
                     worker.is_forming = worker.is_fresh = False
+                    worker.has_formed = True
                     self._has_formed = self._has_formed or not worker.is_server
-                    if not any(each.is_forming for each in self._workers.values()):
-                        self._left.clear()
-                        self._lost.clear()
+                    self._forget_told()
 
     # What follows from it.
 
@@ -333,8 +340,21 @@ class Coordinator:
     def _in_state(self, state: _State) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state == state]
 
+    def _forget_told(self) -> None:
+        """Forgets what those have said who have gone, once all members of a generation know of them."""
+        members = [self._workers.get(number) for number in self.members]
+        if all(member is not None and member.has_formed for member in members):
+            for number in self._told:
+                self._left.pop(number, None)
+                self._lost.pop(number, None)
+            self._told = ()
+
     def _stopped(self, worker: _Worker, message: Waiting) -> None:
         was_training = worker.state == "training"
+        has_failed = was_training and not worker.has_formed
+        # whoever was told that somebody is gone blames that one, and has not tried to reach it
+        blamed = [number for number in message.lost if number != worker.told_gone]
+        worker.unreached = tuple(blamed) if has_failed else ()
         worker.state, worker.is_fresh, worker.lost = "waiting", message.is_fresh, message.lost
         worker.suspected_s, worker.is_forming, worker.note = None, False, message.note
         if was_training and (message.lost or self._step is None):
@@ -346,7 +366,7 @@ class Coordinator:
         self._gatherings = {}
         for worker in self._in_state("training"):
             if worker.is_forming:
-                worker.is_forming = False
+                worker.is_forming, worker.told_gone = False, number
                 self._send(worker.number, FormingFailed(self.generation, number))
 
     def _gather(self, worker: _Worker, message: Gather) -> None:
@@ -363,15 +383,20 @@ class Coordinator:
                 self._send(number, Gathered(self.generation, message.name, by_rank))
 
     def _look_at_suspects(self, now_s: float) -> None:
-        """Gives up workers that others have lost and that say nothing: they are stopped, or cut off."""
+        """Gives up workers that others have lost and that say nothing: they are stopped, or cut off.
+
+        One that nobody has lost, and that does not say when it can stop, hangs with the interpreter's lock.
+        """
         lost = [number for worker in self._in_state("waiting") for number in worker.lost]
         for worker in self._in_state("training"):
-            if worker.number not in lost:
+            is_lost, is_silent = worker.number in lost, self._is_preparing and worker.last_step is None
+            if not is_lost and not is_silent:
                 worker.suspected_s = None
             elif worker.suspected_s is None:
                 worker.suspected_s = now_s
-            elif now_s - worker.suspected_s >= (SUSPECT_S if worker.last_step is None else ANSWERING_S):
-                self.give_up(worker.number, "other workers do not reach it")
+            elif now_s - worker.suspected_s >= (SUSPECT_S if is_lost and is_silent else ANSWERING_S):
+                reason = "other workers do not reach it" if is_lost else "it does not answer"
+                self.give_up(worker.number, reason)
 
     def _form(self) -> None:
         if not self.generation and self._in_state("starting"):
@@ -382,9 +407,11 @@ class Coordinator:
             for worker in waiting:
                 self._dismiss(worker, "the other workers have finished")
             return
+        if self._is_short(waiting):
+            return
         self._leave_out_unreachable(waiting)
         waiting = self._in_state("waiting")
-        if sum(not worker.is_server for worker in waiting) < max(1, self.min_workers):
+        if self._is_short(waiting):
             return
         places = _in_order(waiting, self.addresses)
         self.generation += 1
@@ -393,9 +420,14 @@ class Coordinator:
         self._gatherings = {}
         for worker in waiting:
             worker.state, worker.lost, worker.is_forming = "training", (), True
+            worker.has_formed, worker.unreached, worker.told_gone = False, (), None
+        left, lost = tuple(self._left.items()), tuple(self._lost.items())
+        self._told = (*self._left, *self._lost)
         for place in places:
-            left, lost = tuple(self._left.items()), tuple(self._lost.items())
             self._send(place.number, Form(self.generation, places, left, lost))
+
+    def _is_short(self, waiting: Sequence[_Worker]) -> bool:
+        return sum(not worker.is_server for worker in waiting) < max(1, self.min_workers)
 
     def _dismiss_leaving(self) -> None:
         """Lets those go that are to leave; who alone has what was learned goes a generation later."""
@@ -411,17 +443,20 @@ class Coordinator:
         self._send(worker.number, Leave(reason))
 
     def _leave_out_unreachable(self, waiting: Sequence[_Worker]) -> None:
-        """After some attempts in vain: gives up those that others could not reach.
+        """Gives up those that others cannot connect to, and could not reach before.
 
         Where the network between machines is cut, all of a machine's workers go: those of the one which fewer
         others reach, or which has fewer workers, or newer ones, so that nobody else is given up.
         """
         here = {worker.number: worker for worker in waiting}
-        blames = [(worker, here[number]) for worker in waiting for number in worker.lost if number in here]
-        self._num_failures = self._num_failures + 1 if blames else 0
-        if self._num_failures < _MAX_FAILURES:
-            return
-        self._num_failures = 0
+        before = self._failed
+        self._failed = tuple(_pair(worker.number, other) for worker in waiting for other in worker.lost)
+        blames = [
+            (worker, here[number])
+            for worker in waiting
+            for number in worker.unreached
+            if number in here and _pair(worker.number, number) in before
+        ]
         between = [(one.machine, other.machine) for one, other in blames if one.machine != other.machine]
         cuts = list(dict.fromkeys((min(cut), max(cut)) for cut in between))
         while cuts:
@@ -440,6 +475,10 @@ class Coordinator:
         if left and not between:
             # of two that blame each other the newer one goes
             self.give_up(max(left, key=lambda number: (accused.count(number), number)), _UNREACHED)
+
+
+def _pair(one: int, other: int) -> tuple[int, int]:
+    return min(one, other), max(one, other)
 
 
 def _staying(workers: Iterable[_Worker]) -> list[_Worker]:

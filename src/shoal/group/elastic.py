@@ -83,6 +83,8 @@ class CoordinatorLink(abc.ABC):
         self.due_step: int | None = None
         """The step after which all stop, once that is known."""
         self._generation = 0
+        self._early: Prepare | None = None
+        """Has come before this worker has begun the generation that it speaks of."""
         self._clock = clock
         self._began_s = clock.now_s()
         self._began_step = 0
@@ -106,9 +108,16 @@ class CoordinatorLink(abc.ABC):
     def begin(self, form: Form, steps: int) -> None:
         """Begins a generation, after so many steps."""
         self._generation = form.generation
+        self.trains_on(steps)
+        self.last_step = self.due_step = None
+        early, self._early = self._early, None
+        if early is not None:
+            self.handle(early)
+
+    def trains_on(self, steps: int) -> None:
+        """Takes note that training goes on now after so many steps, which this worker may have taken over."""
         self.steps = self._began_step = steps
         self._began_s = self._clock.now_s()
-        self.last_step = self.due_step = None
 
     def handle(self, message: DownMessage) -> bool:
         """Answers what needs no worker to stop for it; False for all else."""
@@ -118,6 +127,8 @@ class CoordinatorLink(abc.ABC):
                     # until then it hears where the others stop
                     self.last_step = self.steps + (self.num_steps_in(HORIZON_S) if self.is_lockstep else 0)
                     self.send(Reached(message.generation, self.last_step))
+                elif message.generation > self._generation:
+                    self._early = message
             case MeetAt():
                 if message.generation == self._generation:
                     self.due_step = message.step
@@ -127,7 +138,9 @@ class CoordinatorLink(abc.ABC):
 
     def num_steps_in(self, seconds: float) -> int:
         """Estimates how many steps this worker does in so long a time, by those of this generation."""
-        num_steps = max(1, self.steps - self._began_step)
+        num_steps = self.steps - self._began_step
+        if num_steps < 1:
+            return 1  # nothing is known yet
         step_s = max(1e-6, (self._clock.now_s() - self._began_s) / num_steps)
         return max(1, math.ceil(seconds / step_s))
 
@@ -152,6 +165,11 @@ class LauncherLink(CoordinatorLink):
         """Writes the message; to a launcher that has gone it goes nowhere."""
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(encode_message(message))
+
+    def begin(self, form: Form, steps: int) -> None:
+        """Begins a generation; the reading thread answers for the one before or for this one."""
+        with self._changed:
+            super().begin(form, steps)
 
     def receive(self, deadline: Deadline | None = None) -> DownMessage | None:
         """Waits for the next message; PeerLost when the launcher has gone."""

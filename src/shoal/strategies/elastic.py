@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 
-from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost
+from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun, Progress
 from shoal.core.status import tell_launcher
 from shoal.data.course import merge
@@ -35,6 +35,7 @@ from shoal.group.states import take_state
 from shoal.strategies.averaging import has_mean
 from shoal.tensors.buckets import packed_on_devices
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
+from shoal.transport import StreamTransport
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _TRANSFER_S = 3600.0
 """A state that is larger than the lines between workers carry in an hour is not taken."""
+_OPENING_S = 10.0
 _TELL_EVERY_S = 0.1
 """A worker that learns by itself between two rounds says about so often how far it is, or after each step."""
 _MAX_LISTED = 20
@@ -105,6 +107,8 @@ class ElasticTraining:
         self._loaders = kept_loaders(group)
         self._attached = _sessions.setdefault(group, [])
         self._generation, self._rank, self._size = 0, 0, 0
+        self._change: tuple[int, int] | None = None
+        """The old and the new number of workers, where this worker has come with the last change."""
         self._numbers: list[int] = []
         """The numbers of the workers of that generation, by rank."""
         self._dropped: list[Any] = []
@@ -125,6 +129,15 @@ class ElasticTraining:
             self._entered()
         except PeerLost as error:
             _regroup(group, error)
+
+    def follow(self, follow: Callable[[int, int], None]) -> None:
+        """Calls it after each change of the number of workers.
+
+        At once for the change by which this worker has come: it has taken over the optimizer of before.
+        """
+        self.followers.append(follow)
+        if self._change is not None:
+            follow(*self._change)
 
     def ended(self) -> None:
         """Takes note of the session's end."""
@@ -179,6 +192,7 @@ class ElasticTraining:
         ahead = max(trained, key=lambda each: (each.steps, -each.rank))
         if strategy.shares_gradients:
             self._take_equal([each.rank for each in trained if each.steps == ahead.steps])
+            self._take_buffers([each.rank for each in trained], ahead.rank)
         else:
             self._take_mean([each.rank for each in trained], ahead.rank)
         strategy.steps, strategy.rounds = ahead.steps, ahead.rounds
@@ -187,6 +201,9 @@ class ElasticTraining:
                 if each.steps < ahead.steps and each.dropped:
                     each.places = each.dropped  # its gradients are in the step that is taken over
         self._divide_anew(trained, ahead.rank)
+        if not self.has_trained:
+            newest = max(trained, key=lambda each: each.generation)
+            self._size = newest.old_size  # what it has taken over is of so many workers
         session.mark_equal()
         if group.rank == ahead.rank:
             _tell(self._group, accounts, ahead.steps)
@@ -195,14 +212,18 @@ class ElasticTraining:
     # What a session has, and takes.
 
     def _state(self, *, has_means: bool) -> dict[str, Any]:
-        """Gives what a worker needs to go on as this one; without parameters where these are averaged."""
+        """Gives what a worker needs to go on as this one, but for what is averaged.
+
+        Without means, which is where gradients are shared, buffers are each worker's own, and no part of it.
+        """
         session = self._session
+        own = {} if has_means else self._buffers
         extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
         return {
             "tensors": {
                 name: tensor.detach()
                 for name, tensor in session.named_tensors.items()
-                if not has_means or not has_mean(tensor)
+                if name not in own and not (has_means and has_mean(tensor))
             },
             "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
             "optimizer": session.optimizer.state_dict(),
@@ -242,7 +263,8 @@ class ElasticTraining:
         if len(trained) > 1 or len(trained) < group.size:
             with torch.no_grad():
                 for bucket, members in packed_on_devices(means):
-                    bucket.flat.mul_(float(is_trained))
+                    if not is_trained:
+                        bucket.flat.zero_()
                     group.all_reduce(bucket.flat, "sum").wait()
                     bucket.flat.div_(len(trained))
                     bucket.store(members)
@@ -258,30 +280,64 @@ class ElasticTraining:
         """Moves a state from the donors to the takers, by default all others. Collective."""
         group = self._session.group
         takers = [rank for rank in range(group.size) if rank not in donors] if takers is None else takers
-        if not takers:
+        if not takers or self._take_directly(held, name, donors, takers):
             return
-        make_transport = self._group.make_transport
-        if make_transport is None:  # no network of its own: over the group
-            has_means = not self._session.strategy.shares_gradients
-            state = take_state(group, lambda: self._state(has_means=has_means), donors[0])
-            if group.rank in takers:
-                self._load(state)
-            return
+        # over the group: there is no network beside it, or somebody could not use that
+        has_means = not self._session.strategy.shares_gradients
+        state = take_state(group, lambda: self._state(has_means=has_means), donors[0])
+        if group.rank in takers:
+            self._load(state)
+
+    def _take_directly(
+        self, held: HeldState | None, name: str, donors: Sequence[int], takers: Sequence[int]
+    ) -> bool:
+        """Lets the takers ask the donors; says whether all of them have the state now. Collective."""
+        group, make_transport = self._session.group, self._group.make_transport
+        if make_transport is None:
+            return False
         with contextlib.ExitStack() as stack:
-            loop = stack.enter_context(LoopThread("shoal-state"))
-            transport, host = make_transport()
-            loop.run(transport.__aenter__(), Deadline.after(10.0))
-            stack.callback(lambda: loop.run(transport.__aexit__(None, None, None), Deadline.after(10.0)))
-            address = ""
-            if held is not None and group.rank in donors:
-                StateDonor(transport).hold(held)
-                address = str(loop.run(transport.listen(Address(host, 0)), Deadline.after(10.0)))
-            told = share(group, [address, str(transport.peer_id or "")])
-            if group.rank in takers:
-                peers = [_peer(*told[rank]) for rank in donors]
+            loop, address, peer_id = stack.enter_context(LoopThread("shoal-state")), "", ""
+            transport: StreamTransport | None = None
+            try:
+                transport, host = make_transport()
+                loop.run(transport.__aenter__(), Deadline.after(_OPENING_S))
+                stack.callback(_close, loop, transport)
+                peer_id = str(transport.peer_id or "")
+                if held is not None and group.rank in donors:
+                    StateDonor(transport).hold(held)
+                    address = str(loop.run(transport.listen(Address(host, 0)), Deadline.after(_OPENING_S)))
+            except (ShoalError, OSError) as error:
+                log.warning("cannot open connections to give or take the model's state: %s", error)
+            told, is_taken = share(group, [address, peer_id]), group.rank not in takers
+            if not is_taken and transport is not None:
+                peers = [_peer(*told[rank]) for rank in donors if told[rank][0]]
                 taker, deadline = StateTaker(transport, name), Deadline.after(_TRANSFER_S)
-                self._load(loop.run(taker.take(peers, deadline), deadline))
-            group.barrier().wait()  # donors stay until all have it
+                try:
+                    self._load(loop.run(taker.take(peers, deadline), deadline))
+                    is_taken = True
+                except (ShoalError, OSError) as error:  # where donors are lost, the group says so
+                    log.warning("%s", error)
+            return all(share(group, is_taken))  # donors stay until then
+
+    def _take_buffers(self, trained: Sequence[int], first: int) -> None:
+        """Gives those who have not trained the first one's buffers; the others keep their own. Collective."""
+        session = self._session
+        buffers = self._buffers
+        if not buffers or len(trained) == session.group.size:
+            return
+        state = take_state(
+            session.group, lambda: {name: one.detach() for name, one in buffers.items()}, first
+        )
+        if session.group.rank not in trained:
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    buffer.copy_(state[name])
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Finds the model's buffers, which differ from worker to worker where gradients are shared."""
+        known = {id(buffer) for buffer in self._session.model.buffers()}
+        return {name: one for name, one in self._session.named_tensors.items() if id(one) in known}
 
     def _divide_anew(self, trained: Sequence[_Account], first: int) -> None:
         """Divides what is left of the loaders' epochs among those who are there now."""
@@ -364,18 +420,21 @@ class ElasticTraining:
         """Takes note that the session has started in the present generation."""
         form, old_size = self._group.form, self._size
         assert form is not None, "no generation"
-        self.has_trained, self.is_whole, self.error = True, True, None
+        is_new, self.has_trained, self.is_whole, self.error = not self.has_trained, True, True, None
         self._group.left_notes.clear()
         self._group.lost_notes.clear()
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
         self._numbers = [place.number for place in form.places[self._group.num_servers :]]
         self._dropped, self._tell_step = [], 0
         self.can_share = not self._session.is_alone
-        if self._is_first and not self._session.strategy.shares_gradients:
-            self._tell_progress()
-        if old_size and old_size != self._size:
-            for follow in self.followers:
-                follow(old_size, self._size)
+        if self._is_first:
+            self._group.link.trains_on(self._session.strategy.steps)
+            if not self._session.strategy.shares_gradients:
+                self._tell_progress()
+        has_changed = old_size and old_size != self._size
+        self._change = (old_size, self._size) if is_new and has_changed else None
+        for follow in self.followers if has_changed else ():
+            follow(old_size, self._size)
 
 
 def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
@@ -427,6 +486,11 @@ def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
         each._session.abandon()
     tell_launcher(phase="left")
     raise SystemExit(0)
+
+
+def _close(loop: LoopThread, transport: StreamTransport) -> None:
+    with contextlib.suppress(ShoalError):
+        loop.run(transport.__aexit__(None, None, None), Deadline.after(_OPENING_S))
 
 
 def _order(place: Sequence[Any]) -> tuple[int, int, int]:
