@@ -441,7 +441,7 @@ def test_who_waits_for_more_workers_gives_nobody_up():
 
 
 def test_who_was_told_that_one_is_gone_has_not_failed_to_reach_it():
-    """0 cannot reach 1 twice; 2 only hears from 0 that the group has failed, and 0 is not given up for that."""
+    """0 cannot reach 1 twice; 2 and 3 only hear from 0 that the group has failed."""
     expelled: list[int] = []
     coordinator = coordinator_of(4, expelled)
     for _ in range(2):

@@ -42,8 +42,8 @@ SUSPECT_S = 2.0
 """A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
 it is stopped, or cut off."""
 ANSWERING_S = 60.0
-"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off. So is one
-that nobody has lost, and that does not answer."""
+"""One that still answers this coordinator is given so long: it finds out by itself that it is cut off. So
+is one that nobody has lost, and that does not answer."""
 HORIZON_S = 0.05
 """A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
 hears where the others stop."""

@@ -321,14 +321,11 @@ class ElasticTraining:
 
     def _take_buffers(self, trained: Sequence[int], first: int) -> None:
         """Gives those who have not trained the first one's buffers; the others keep their own. Collective."""
-        session = self._session
-        buffers = self._buffers
-        if not buffers or len(trained) == session.group.size:
+        group, buffers = self._session.group, self._buffers
+        if not buffers or len(trained) == group.size:
             return
-        state = take_state(
-            session.group, lambda: {name: one.detach() for name, one in buffers.items()}, first
-        )
-        if session.group.rank not in trained:
+        state = take_state(group, lambda: {name: buffer.detach() for name, buffer in buffers.items()}, first)
+        if group.rank not in trained:
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(state[name])
