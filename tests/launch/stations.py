@@ -39,16 +39,17 @@ class FakeChannel(AgentChannel):
 class Children(Engine):
     """A local agent for each name; `missing` has those that do not answer in a restart."""
 
-    def __init__(self, names="ab", slots=2, missing=(), has_own_disks=False):
+    def __init__(self, names="ab", slots=2, missing=(), has_own_disks=False, cwd=None):
         self._names, self._slots, self._missing = names, slots, missing
         self._has_own_disks = has_own_disks
+        self._cwd = cwd
         self.channels = {}
 
     def open(self, min_processes, max_processes, *, is_restart):
         names = [name for name in self._names if not (is_restart and name in self._missing)]
         self.channels = {name: PipeChannel(name, [sys.executable, *AGENT]) for name in names}
         return [
-            AgentHandle(channel, self._slots, name, has_own_disks=self._has_own_disks)
+            AgentHandle(channel, self._slots, name, cwd=self._cwd, has_own_disks=self._has_own_disks)
             for name, channel in self.channels.items()
         ]
 

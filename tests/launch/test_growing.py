@@ -69,7 +69,7 @@ def test_a_run_is_scaled_to_the_free_slots_of_its_hosts_and_no_further(start, tm
     answers = []
 
     def scale():
-        answers.extend(ask_launcher(tmp_path.name, size) for size in (5, 4, 2))
+        answers.extend(ask_launcher(tmp_path.name, size) for size in (5, 4, 2, 3, 4, 2))
         (tmp_path / "end").touch()
 
     asking = threading.Thread(target=scale)
@@ -81,9 +81,35 @@ def test_a_run_is_scaled_to_the_free_slots_of_its_hosts_and_no_further(start, tm
         (False, "The hosts of this run have 2 free slots, and 3 are needed."),
         (True, "2 workers will join the 2 that are there"),
         (True, "2 of 4 workers will leave"),
+        # nobody trains here, so that nobody has left yet
+        (True, "1 worker that had to leave will stay"),
+        (True, "1 worker that had to leave will stay"),
+        (True, "2 of 4 workers will leave"),
     ]
     assert [done.out[number][0] for number in (0, 1)] == ["here 0"] * 2
     assert "here 1" in str(done.out)
+
+
+def test_a_worker_that_cannot_be_started_takes_no_others_with_it(start, tmp_path):
+    """The folder of the program has gone since the others were started there."""
+    folder = tmp_path / "program's"
+    folder.mkdir()
+    body = f"{NUMBER}tell(phase='training')\nprint('here', os.environ['SHOAL_MACHINE'])\nwait_for('end')\nprint('done')"
+
+    def scale():
+        folder.rmdir()
+        ask_launcher(tmp_path.name, 3)
+
+    def end():
+        (tmp_path / "end").touch()
+
+    asking = threading.Thread(target=scale)
+    options = RunOptions(run_id=tmp_path.name)
+    hosts = Children("a", 3, cwd=str(folder))
+    done = start(body, 2, hosts, {"here 0": asking.start, "cannot start worker 2": end}, options=options)
+    asking.join()
+    assert any("cannot start worker 2. On a: There is no folder" in line for line in done.said), done.said
+    assert [done.out[number] for number in (0, 1)] == [["here 0", "done"]] * 2
 
 
 @pytest.mark.parametrize(("size", "most"), [(5, 4), (1, 4)])

@@ -269,6 +269,17 @@ class Coordinator:
             if number in self._workers:
                 self._workers[number].is_leaving = True
 
+    @property
+    def leaving(self) -> list[int]:
+        """The numbers of those that are to leave, and have not been told so yet."""
+        return [worker.number for worker in self._workers.values() if worker.is_leaving]
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Lets these workers stay that were to leave, unless they have been told so."""
+        for number in numbers:
+            if number in self._workers:
+                self._workers[number].is_leaving = False
+
     def take(self, number: int, message: UpMessage) -> None:
         """Takes what a worker says."""
         worker = self._workers.get(number)

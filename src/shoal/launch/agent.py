@@ -97,11 +97,13 @@ class Agent:
             self._stream.send(message)
 
     def _obey(self, now_s: float) -> None:
+        posts: list[int] = []
         try:
             came = self._stream.take()
             self._is_ending |= not came and not self._stream.is_open
             for message in came:
                 self._heard_s = now_s
+                posts = [post.rank for post in message.posts] if isinstance(message, WorkerJob) else []
                 if isinstance(message, WorkerJob):
                     self._patience = message.patience
                     self._run_id = name_of_run(message.variables.get(RUN_ID_VARIABLE, ""))
@@ -109,7 +111,8 @@ class Agent:
                     self._is_paused = message.is_paused
                 self._workers.send(message)
         except ShoalError as error:
-            self._stream.send(JobFailed(error.what, error.cause, error.next_step))
+            missing = [rank for rank in posts if rank not in self._workers.ranks]
+            self._stream.send(JobFailed(error.what, error.cause, error.next_step, missing))
             self._is_ending |= isinstance(error, ProtocolError)
 
     def _tell_seen(self) -> None:

@@ -560,7 +560,9 @@ class RunWorkers:
         if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
             if self._settings.elastic.is_live and any(worker.told.phase for worker in self.all):
-                self._lose(agent, now_s, what, can_retry=False)
+                self._output.say(f"cannot start {name_ranks(message.ranks, self._settings.word)}. {what}")
+                for rank in message.ranks:
+                    self.all[rank].lose(now_s)
                 return
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
         if isinstance(message, HostLeaves):

@@ -160,7 +160,7 @@ class Launcher:
                 while not all(worker.is_done for worker in self._workers):
                     self._turn()
                 outcome = self._outcome()
-                timeline.collect(settings, outcome, say, self._run.shifts_s)
+                timeline.collect(settings, outcome, say, self._run.shifts_s, len(self._workers))
                 drain(self._output, self._inbox)
             finally:
                 self._run.close(SYSTEM_CLOCK.now_s())

@@ -133,27 +133,36 @@ class LiveRun:
                 f"--max-np {self._settings.max_workers} of this run."
             )
         going = self._going
-        num_more = size - len(going)
+        kept = self._leaving_by_request[: max(0, size - len(going))]
+        num_more = size - len(going) - len(kept)
         if num_more > self._run.num_free:
             raise UsageError(
                 f"The hosts of this run have {self._run.num_free} free slots, and {num_more} are needed."
             )
         self._num_wanted = size
+        self._coordinator.keep(kept)
+        self._retired = {number: None for number in self._retired if number not in kept}
         for _ in range(num_more):
             self._start_worker()
         leaving = [worker.rank for worker in going[size:]]
         self._retire(leaving)
-        if num_more > 0:
-            return f"{num_more} worker{'s' if num_more > 1 else ''} will join the {len(going)} that are there"
-        return (
-            f"{len(leaving)} of {len(going)} workers will leave" if leaving else f"there are {size} workers"
-        )
+        if leaving:
+            return f"{len(leaving)} of {len(going)} workers will leave"
+        staying = [f"{_count(len(kept))} that had to leave will stay"] if kept else []
+        joining = [f"{_count(num_more)} will join the {len(going)} that are there"] if num_more > 0 else []
+        return ", ".join(staying + joining) or f"there are {size} workers"
 
     @property
     def _going(self) -> list[Worker]:
         """The workers that are there, and are not to leave."""
         workers = self._run.all[self._num_servers :]
         return [worker for worker in workers if worker.is_alive and worker.rank not in self._retired]
+
+    @property
+    def _leaving_by_request(self) -> list[int]:
+        """The numbers of those that are to leave and may stay yet; not those whose host leaves."""
+        with_host = [worker.rank for agent in self._run.leaving for worker in agent.workers]
+        return [number for number in self._coordinator.leaving if number not in with_host]
 
     def _start_worker(self, where: AgentHandle | None = None) -> Worker | None:
         worker = self._run.add(where)
@@ -287,6 +296,10 @@ class LiveRun:
             self._open_port()
         assert self._port is not None
         return LauncherAnswer(True, "", self._address.replace("0.0.0.0", "127.0.0.1"), self._port.secret_text)
+
+
+def _count(num_workers: int) -> str:
+    return f"{num_workers} worker{'' if num_workers == 1 else 's'}"
 
 
 def address_of(run: str) -> str:

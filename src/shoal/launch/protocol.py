@@ -136,6 +136,8 @@ class JobFailed(Message, frozen=True):
     what: str
     cause: str = ""
     next_step: str = ""
+    ranks: list[int] = []
+    """The workers of the job that were not started; the others of an elastic run go on."""
 
 
 class Wrote(OfWorker, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -27,18 +28,25 @@ def clear(settings: LaunchSettings) -> None:
             f"The timeline {path} cannot be written: there is no such folder, or it is one.",
             next_step="name a file in a folder that exists.",
         )
-    for part in _parts(settings, path):
+    for number in itertools.count():
+        part = _part(path, number)
+        if number >= settings.num_processes and not part.exists():
+            return
         part.unlink(missing_ok=True)
 
 
 def collect(
-    settings: LaunchSettings, outcome: Outcome, say: Callable[[str], None], shifts_s: Mapping[int, float]
+    settings: LaunchSettings,
+    outcome: Outcome,
+    say: Callable[[str], None],
+    shifts_s: Mapping[int, float],
+    num_workers: int,
 ) -> None:
-    """After the run: merge `F.0`, `F.1`, … into F, and say so."""
+    """After the run: merge `F.0`, `F.1`, … of all workers that there were into F, and say so."""
     if settings.options.timeline is None:
         return
     path = Path(settings.options.timeline)
-    parts = _parts(settings, path)
+    parts = [_part(path, number) for number in range(num_workers)]
     missing = [rank for rank, part in enumerate(parts) if not part.exists()]
     if len(missing) == len(parts):
         has_failed = outcome.exit_code or outcome.deaths
@@ -88,10 +96,6 @@ class Parts:
         with contextlib.suppress(OSError), _part(Path(self._timeline), rank).open(mode, buffering=0) as file:
             self._begun[rank] = None
             file.write(data)
-
-
-def _parts(settings: LaunchSettings, path: Path) -> list[Path]:
-    return [_part(path, rank) for rank in range(settings.num_processes)]
 
 
 def _part(path: Path, rank: int) -> Path:
