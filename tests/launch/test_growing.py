@@ -94,7 +94,7 @@ def test_a_worker_that_cannot_be_started_takes_no_others_with_it(start, tmp_path
     """The folder of the program has gone since the others were started there."""
     folder = tmp_path / "program's"
     folder.mkdir()
-    body = f"{NUMBER}tell(phase='training')\nprint('here', os.environ['SHOAL_MACHINE'])\nwait_for('end')\nprint('done')"
+    body = f"{NUMBER}tell(phase='training')\nprint('here')\nwait_for('end')\nprint('done')"
 
     def scale():
         folder.rmdir()
@@ -106,10 +106,10 @@ def test_a_worker_that_cannot_be_started_takes_no_others_with_it(start, tmp_path
     asking = threading.Thread(target=scale)
     options = RunOptions(run_id=tmp_path.name)
     hosts = Children("a", 3, cwd=str(folder))
-    done = start(body, 2, hosts, {"here 0": asking.start, "cannot start worker 2": end}, options=options)
+    done = start(body, 2, hosts, {"here": asking.start, "cannot start worker 2": end}, options=options)
     asking.join()
     assert any("cannot start worker 2. On a: There is no folder" in line for line in done.said), done.said
-    assert [done.out[number] for number in (0, 1)] == [["here 0", "done"]] * 2
+    assert [done.out[number] for number in (0, 1)] == [["here", "done"]] * 2
 
 
 @pytest.mark.parametrize(("size", "most"), [(5, 4), (1, 4)])
