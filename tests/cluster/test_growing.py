@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -52,8 +53,49 @@ def scale(machine, run, size):
     assert done.returncode == 0, done.stderr
 
 
-def wait_for_size(run, size):
-    run.wait_for(lambda: any(f"size {size} after" in line for line in run.out), f"{size} workers", LIMIT_S)
+def wait_for_size(run, size, since=0):
+    """Waits until so many train, by the lines that come after the first `since`."""
+    run.wait_for(
+        lambda: any(f"size {size} after" in line for line in run.out[since:]), f"{size} workers", LIMIT_S
+    )
+
+
+class Watcher:
+    """Looks at a run by `shoal top`, again and again, until the block ends."""
+
+    def __init__(self, machine, name):
+        self.seen = []
+        """What has changed: generation and size, in the order in which they were shown."""
+        self.shown = None
+        """The last look."""
+        self._command = [sys.executable, "-m", "shoal", "top", name, "--json", "-"]
+        self._machine = machine
+        self._has_ended = threading.Event()
+        self._looking = threading.Thread(target=self._look)
+
+    def __enter__(self):
+        self._looking.start()
+        return self
+
+    def __exit__(self, *error):
+        self._has_ended.set()
+        self._looking.join()
+
+    def _look(self):
+        while not self._has_ended.wait(0.2):
+            done = self._machine.run(*self._command)
+            if done.returncode == 0:
+                self.shown = json.loads(done.stdout)
+                result = self.shown["result"]
+                now = (result["generation"], result["size"])
+                if now not in self.seen[-1:]:
+                    self.seen.append(now)
+
+    def wait_for(self, size):
+        end_s = time.monotonic() + LIMIT_S
+        while not self.seen or self.seen[-1][1] != size or self.shown["result"]["num_workers"] != size:
+            assert time.monotonic() < end_s, self.seen
+            time.sleep(0.05)
 
 
 def ends(run, folder):
@@ -64,15 +106,19 @@ def ends(run, folder):
 
 def test_a_run_is_scaled_over_two_machines(train, two, tmp_path):
     run = train(2)
-    scale(two[0], run, 6)
-    wait_for_size(run, 6)
-    time.sleep(1.5)  # workers note once a second how far they are
-    shown = json.loads(two[0].run(sys.executable, "-m", "shoal", "top", name_of(run), "--json", "-").stdout)
-    assert (shown["result"]["num_workers"], shown["result"]["size"]) == (6, 6)
-    assert shown["result"]["generation"] > 1
-    assert {worker.get("place", 0) for worker in shown["jobs"][0]["workers"]} == set(range(6))
-    scale(two[0], run, 3)
-    wait_for_size(run, 3)
+    with Watcher(two[0], name_of(run)) as watcher:
+        watcher.wait_for(2)
+        scale(two[0], run, 6)
+        wait_for_size(run, 6)
+        watcher.wait_for(6)
+        assert {worker.get("place", 0) for worker in watcher.shown["jobs"][0]["workers"]} == set(range(6))
+        num_lines = len(run.out)
+        scale(two[0], run, 3)
+        wait_for_size(run, 3, num_lines)
+        watcher.wait_for(3)
+    generations, sizes = zip(*watcher.seen, strict=True)
+    assert list(generations) == sorted(generations)
+    assert [sizes[0], max(sizes), sizes[-1]] == [2, 6, 3]
     told = ends(run, tmp_path)
     assert len(told) == 3, run.err
     assert len(set(told)) == 1, "parameters are equal to the bit"

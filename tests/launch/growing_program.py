@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.data import digits
+from shoal.tensors.transfer import StateDonor, StateTaker
 
 folder, task, pause_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 torch.manual_seed(os.getpid())  # who comes later has another model, until it has taken the others'
@@ -39,6 +40,22 @@ notes = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
 def note(**what):
     notes.write(json.dumps({"pid": os.getpid(), "at_s": time.time(), **what}) + "\n")
+
+
+if leaf_s := float(os.environ.get("GROWING_LEAF_S", 0)):
+    # a state of a test is there in milliseconds: this one takes longer, so that workers are lost meanwhile
+    serve_leaf, take = StateDonor._serve_leaf, StateTaker.take
+
+    def serve_slowly(self, head, buffers):
+        note(giving=True)
+        time.sleep(leaf_s)
+        return serve_leaf(self, head, buffers)
+
+    async def take_and_say_so(self, donors, deadline):
+        note(taking=True)
+        return await take(self, donors, deadline)
+
+    StateDonor._serve_leaf, StateTaker.take = serve_slowly, take_and_say_so
 
 
 def digest():

@@ -1,6 +1,5 @@
 """Real workers that come and go while a run trains: no restart, equal models, each example once."""
 
-import contextlib
 import os
 import random
 import signal
@@ -93,27 +92,36 @@ def test_every_strategy_grows_and_goes_on_after_a_loss(tmp_path, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_TRIES))
-def test_losses_while_a_run_changes(tmp_path, seed):
-    """A worker that gives or takes a state is killed, or two at once, or one is stopped."""
+def test_losses_while_a_run_changes(tmp_path, monkeypatch, seed):
+    """While a worker takes its state it is killed, or one that gives it, or two at once, or one after the
+    other, or one is stopped."""
+    monkeypatch.setenv("GROWING_LEAF_S", "0.1")
+    kind = ("joiner", "donor", "two", "one after the other", "stopped")[seed % 5]
     dice = random.Random(f"growing {seed}")
     with GrowingRun(tmp_path, 3, "--strategy", "all-reduce", "--patience", "0.4", task=200_000) as run:
         run.wait_for_size(3)
         known = run.pids()
         run.scale(dice.choice([4, 5]))
-        run.wait_until(lambda: len(run.pids()) > 3, "a worker that comes")
-        time.sleep(dice.uniform(0, 0.6))  # somewhere while it takes the state, or before, or after
-        came = [pid for pid in run.pids() if pid not in known]
+        run.wait_until(lambda: any("giving" in note for note in run.notes()), "a state that is given")
+        time.sleep(dice.uniform(0, 0.15))  # it takes three times as long
+        notes = run.notes()
+        giving = list(dict.fromkeys(note["pid"] for note in notes if "giving" in note))
+        taking = list(dict.fromkeys(note["pid"] for note in notes if "taking" in note))
+        assert {*giving} <= {*known}
         victims = {
-            "joiner": lambda: [came[0]],
-            "donor": lambda: [dice.choice(known)],
-            "two": lambda: dice.sample([*known, came[0]], 2),
-            "stopped": lambda: [dice.choice([*known, came[0]])],
+            "joiner": taking[:1],
+            "donor": giving[:1],
+            "two": [giving[0], taking[0]],
+            "one after the other": dice.sample(known, 2),
+            "stopped": [dice.choice([*giving, *taking])],
         }
-        kind = dice.choice(sorted(victims))
         lost_s = time.time()
-        for pid in victims[kind]():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+        for pid in victims[kind]:
+            os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+            if kind == "one after the other":
+                time.sleep(dice.uniform(0.05, 0.5))  # the others notice the first loss, and form a group
+        hit = [note for note in run.steps() if note["pid"] in taking and note["at_s"] < lost_s]
+        assert not hit, "the state was there before"
         run.wait_until(
             lambda: len({note["pid"] for note in run.steps(lost_s + 3)}) >= 2, f"steps after a loss: {kind}"
         )
