@@ -32,8 +32,9 @@ def world(**fields):
 @pytest.mark.timeout(240)
 def test_real_workers_learn_what_virtual_ones_do_in_about_the_same_time():
     with RealContest(2) as contest:
-        for strategy in ("all-reduce", "neighbor"):
-            real, virtual = contest.run(job(strategy), world()), run_job(job(strategy), world())
+        for strategy, local_steps in (("all-reduce", 1), ("neighbor", 1), ("neighbor", 3)):
+            given = job(strategy, options={"local_steps": local_steps})
+            real, virtual = contest.run(given, world()), run_job(given, world())
             assert [moment.step for moment in real.moments] == [moment.step for moment in virtual.moments]
             for ours, theirs in zip(real.moments, virtual.moments, strict=True):
                 assert ours.value == pytest.approx(theirs.value, rel=1e-9)
