@@ -179,9 +179,12 @@ class TrafficCounter:
     def all_reduce(self, size_bytes: int) -> None:
         """Counts an all-reduce of so many bytes."""
         members = self._members()
-        if len(members) > 1 and self._rank in members:
-            place, moved_bytes = members.index(self._rank), ring_bytes(size_bytes, len(members))
-            self.sent_to[members[(place + 1) % len(members)]] += moved_bytes
+        num_members = len(members)
+        if num_members > 1 and self._rank in members:
+            # in each step: while all are there, their ranks need not be searched
+            place = self._rank if num_members == self._size else members.index(self._rank)
+            moved_bytes = ring_bytes(size_bytes, num_members)
+            self.sent_to[members[place + 1 - num_members]] += moved_bytes
             self.received_from[members[place - 1]] += moved_bytes
 
     def broadcast(self, size_bytes: int, root: int) -> None:
