@@ -424,7 +424,7 @@ def _view(job: RunningJob) -> View:
     if job.examples_per_s is None:
         series = {"steps/s": _mean(one.note.steps_per_s for one in job.live), **series}
     legends = {
-        "workers": "are here, of those that began",
+        "workers": "are here, of all in the run",
         "generation": "groups until now",
         "step": "of the slowest and the fastest" if len(set(steps)) > 1 else "of every worker",
         "examples/s": "of all workers together",
