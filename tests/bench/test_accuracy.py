@@ -199,3 +199,5 @@ def test_workers_learn_under_each_kind_of_strategy():
     sent = {text: rows["bytes_sent", text, "iid"].samples[0] for text in texts if text != "ddp"}
     assert sent["local-sgd"] < sent["neighbor order=adapt-while-combine"] / 5
     assert rows["consensus_distance", "all-reduce", "iid"].samples[0] < 1e-4
+    # its last round was four steps before the end
+    assert rows["consensus_distance", "local-sgd", "dirichlet:0.1"].samples[0] < 1e-4

@@ -41,6 +41,11 @@ def test_real_workers_learn_what_virtual_ones_do_in_about_the_same_time():
                 assert ours.consensus_distance == pytest.approx(theirs.consensus_distance, abs=1e-9)
                 assert ours.moved_bytes == theirs.moved_bytes
             assert real.moments[-1].at_s == pytest.approx(virtual.moments[-1].at_s, rel=0.25)
+        seldom = job("neighbor", options={"order": "adapt-while-combine", "local_steps": 3})
+        real, virtual = contest.run(seldom, world()), run_job(seldom, world())
+        assert virtual.moments[-1].consensus_distance > 1e-3
+        for ours, theirs in zip(real.moments, virtual.moments, strict=True):
+            assert ours.consensus_distance == pytest.approx(theirs.consensus_distance, abs=1e-9)
         served = contest.run(job("parameter-server", learning_rate=0.1), world(num_servers=1))
         assert served.error == ""
         assert served.moments[-1].value < served.moments[0].value

@@ -7,6 +7,7 @@ from core.boards import NOW_S, gone, note
 from shoal.cli.top import JobSource, _age, jobs_of, shot_of
 from shoal.core import ManualClock, UsageError, board
 from shoal.core.board import Sighting, pin
+from shoal.report.tables import Column
 
 
 def hide_other_jobs(monkeypatch):
@@ -37,10 +38,10 @@ def test_one_job_is_a_row_for_each_worker():
                  wait_share=0.7, waits_for=1, sent_bytes=2_000_000, received_bytes=0),
     )  # fmt: skip
     assert text(found.terminal) == [
-        "worker step steps/s examples/s loss sent received waits last beat",
-        "------ ---- ------- ---------- ------ ------- -------- --------- ---------",
-        "0 10 5.00 160 0.5000 2.00 MB 0 B 70% for 1 0.5 s",
-        "1 9 4.50 144 1.500 – – 2% 0.5 s",
+        "worker does step steps/s examples/s loss sent received waits last beat",
+        "------ ----------- ---- ------- ---------- ------ ------- -------- --------- ---------",
+        "0 waits for 1 10 5.00 160 0.5000 2.00 MB 0 B 70% for 1 0.5 s",
+        "1 trains 9 4.50 144 1.500 – – 2% 0.5 s",
     ]
     assert found.terminal.figures == (
         ("workers", "2 of 2"),
@@ -57,11 +58,92 @@ def test_one_job_is_a_row_for_each_worker():
     assert [one["state"] for one in found.document["jobs"][0]["workers"]] == ["running", "running"]
 
 
+def matrix_of(found, title):
+    return next(one for one in found.views[0].matrices if one.title == title)
+
+
+def test_what_one_has_sent_the_other_has_received_whoever_counted_it():
+    """Worker 1 fetches what worker 0 publishes, which exchanges with worker 2; each has noted at its time."""
+    found = shot(
+        sighting(0, size=3, sent_bytes=10_000, received_bytes=9_000, sent_to={2: 10_000},
+                 received_from={2: 9_000}),
+        sighting(1, size=3, sent_bytes=0, received_bytes=5_000, received_from={0: 5_000}),
+        sighting(2, size=3, sent_bytes=10_000, received_bytes=11_000, sent_to={0: 10_000},
+                 received_from={0: 11_000}),
+    )  # fmt: skip
+    moved = matrix_of(found, "Who sends to whom")
+    assert moved.names == ("worker 0", "worker 1", "worker 2")
+    assert moved.texts == (("", "5.00 kB", "11.0 kB"), ("0 B", "", "0 B"), ("10.0 kB", "0 B", ""))
+    assert moved.sums == (
+        ("sent", ("16.0 kB", "0 B", "10.0 kB")),
+        ("received", ("10.0 kB", "5.00 kB", "11.0 kB")),
+        ("in all", ("26.0 kB",)),
+    )
+    assert [row[3:5] for row in found.terminal.table.rows] == list(
+        zip(*(cells for _, cells in moved.sums[:2]), strict=True)
+    )
+    assert found.result["sent_bytes"] == found.result["received_bytes"] == 26_000
+
+
+def test_servers_have_a_row_of_bytes_and_none_of_waits():
+    found = shot(
+        sighting(0, size=2, place=1, sent_to={0: 10}, waited_s={1: 6.0}),
+        sighting(1, size=2, place=2, received_from={0: 30}),
+        sighting(0, size=2, role="server", place=0, sent_bytes=0, received_bytes=0),
+    )
+    assert matrix_of(found, "Who waits for whom").names == ("worker 0", "worker 1")
+    assert matrix_of(found, "Who sends to whom").names == ("server 0", "worker 0", "worker 1")
+    assert found.result["sent_bytes"] == 10
+    assert [row[0] for row in found.terminal.table.rows] == ["0", "1", "server 0"]
+    assert found.terminal.table.rows[2][3:5] == ("30.0 B", "10.0 B")
+
+
+def test_who_waits_for_whom_is_a_share_of_all_the_time():
+    waits = matrix_of(shot(sighting(0, waited_s={1: 15.0}), sighting(1)), "Who waits for whom")
+    assert waits.texts == (("", "25%"), ("0", ""))
+    assert waits.shares == ((0.0, 0.25), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("size", [1, 17])
+def test_a_matrix_is_for_a_few(size):
+    assert shot(*(sighting(rank, size=size, sent_to={0: 1}) for rank in range(size))).views[0].matrices == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"phase": "starts"}, "starts"),
+        ({"phase": "saves", "age_s": 20.0}, "saves a checkpoint, 20 s"),
+        ({"phase": "evaluates", "wait_share": 0.9}, "evaluates"),
+        ({"phase": "waits", "waits_for": 1}, "waits for 7"),
+        ({"phase": "waits"}, "waits"),
+        ({"phase": "dances", "age_s": 20.0}, "no step for 20 s"),
+        ({"phase": "dances"}, "trains"),
+        ({"wait_share": 0.6, "waits_for": 1}, "waits for 7"),
+        ({"wait_share": 0.4, "waits_for": 1}, "trains"),
+        ({"role": "server"}, "serves"),
+        ({"state": "stopped"}, "stopped"),
+    ],
+)
+def test_what_a_worker_does_is_told(fields, what):
+    there = {"generation": 1, "steps_per_s": 5.0}
+    found = shot(sighting(0, place=3, **there, **fields), sighting(1, place=7, **there))
+    own = next(row for row in found.terminal.table.rows if row[0] in ("3", "server 3"))
+    assert own[list(found.terminal.table.columns).index(Column("does", "left"))] == what
+
+
+def test_without_a_loss_the_page_says_how_to_give_it_one():
+    without, with_loss = shot(sighting()), shot(sighting(values={"loss": 1.0, "norm": 2.0}))
+    assert "strategy.log(loss=loss)" in without.views[0].missing["loss"]
+    assert with_loss.views[0].missing == {}
+    assert with_loss.views[0].series == {"loss": 1.0, "norm": 2.0}
+
+
 def test_what_is_not_known_has_no_column():
     assert text(shot(sighting(step=3, size=1)).terminal) == [
-        "worker step last beat",
-        "------ ---- ---------",
-        "0 3 0.5 s",
+        "worker does step last beat",
+        "------ ------ ---- ---------",
+        "0 trains 3 0.5 s",
     ]
 
 
@@ -143,10 +225,10 @@ def test_a_job_that_hangs_has_no_speed_anywhere():
     assert (found.result["examples_per_s"], found.result["steps_per_s"]) == (0, 0)
     assert found.views[0].series == {"examples/s": 0}
     assert dict(found.terminal.figures)["examples/s"] == "0"
-    assert [row[2:] for row in found.terminal.table.rows] == [
-        ("0", "0", "1 min 0 s"),
-        ("0", "0", "1 min 0 s"),
-        ("0", "0", "stopped, 1.0 s"),
+    assert [row[1:2] + row[3:] for row in found.terminal.table.rows] == [
+        ("no step for 1 min 0 s", "0", "0", "1 min 0 s"),
+        ("no step for 1 min 0 s", "0", "0", "1 min 0 s"),
+        ("stopped", "0", "0", "stopped, 1.0 s"),
     ]
     assert found.views[0].shares == (None, None, None)
     assert [one["examples_per_s"] for one in found.document["jobs"][0]["workers"]] == [0, 0, 0]
@@ -164,7 +246,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such_and_as_null_in_json():
         sighting(1, values={"loss": 1.0, "norm": 1.0}),
     )
     assert dict(found.terminal.figures)["loss"] == "nan"
-    assert [row[2:4] for row in found.terminal.table.rows] == [("nan", "inf"), ("1.000", "1.000")]
+    assert [row[3:5] for row in found.terminal.table.rows] == [("nan", "inf"), ("1.000", "1.000")]
     document = msgspec.json.decode(msgspec.json.encode({**found.document, "result": found.result}))
     assert document["result"]["loss"] is None
     assert [one["values"]["loss"] for one in document["jobs"][0]["workers"]] == [None, 1.0]

@@ -31,9 +31,13 @@ const texts = (query) => [...document.querySelectorAll(query)].map((one) => one.
 const tell = () => {
   if (!at("pulse").textContent) return setTimeout(tell, 50);
   found.title = document.title;
-  found.figures = texts(".figures dd");
-  found.columns = texts("thead th");
-  found.rows = [...document.querySelectorAll("tbody tr")].map((row) => row.className);
+  found.figures = [...document.querySelectorAll(".figures dd")].map((one) => one.firstChild.textContent);
+  found.columns = texts("#table thead th");
+  found.rows = [...document.querySelectorAll("#table tbody tr")].map((row) => row.className);
+  found.headings = texts("section:not([hidden]) h2");
+  found.cells = texts("#matrices td.cell").length;
+  found.hints = texts(".hint");
+  found.isLooking = !at("looking").hidden;
   const bars = [...document.querySelectorAll("td.share")].map((cell) => getComputedStyle(cell));
   found.bars = bars.map((style) => style.backgroundImage);
   found.plots = document.querySelectorAll("figure svg path.course").length;
@@ -110,6 +114,9 @@ def worker(rank, *, turn=1, **fields):
         "received_bytes": 14_100_000,
         "wait_share": 0.5,
         "waits_for": 2,
+        "waited_s": {2: 3.5},
+        "sent_to": {(rank + 1) % 3: 14_100_000},
+        "received_from": {(rank - 1) % 3: 14_100_000},
         "program": "<b>train.py</b>",
     }
     return sighting(rank, **{**known, **fields})
@@ -133,7 +140,7 @@ def test_a_job_is_drawn_without_errors_or_requests_to_others(scheme, width, pape
     assert found["errors"] == []
     assert found["title"] == "<b>train.py</b> · all-reduce · Shoal"
     assert found["figures"][0] == "3 of 4"
-    assert found["columns"][:4] == ["worker", "step", "steps/s", "examples/s"]
+    assert found["columns"][:5] == ["worker", "does", "step", "steps/s", "examples/s"]
     assert [name in found["columns"] for name in ("loss", "sent", "received", "waits", "last beat")] == [
         True
     ] * 5
@@ -142,6 +149,9 @@ def test_a_job_is_drawn_without_errors_or_requests_to_others(scheme, width, pape
     assert all("gradient" in bar for bar in found["bars"])
     assert found["plots"] == 2
     assert any("SIGSTOP" in note for note in found["notes"])
+    # the one that is gone has none
+    assert found["headings"] == ["Workers", "Who waits for whom", "Who sends to whom"]
+    assert (found["cells"], found["hints"], found["isLooking"]) == (2 * 3 * 3, [], False)
     assert (found["isEmpty"], found["tooWide"], found["clipped"]) == (False, False, False)
     assert found["paper"] == f"rgb({paper})"
     assert set(found["requests"]) == {"/view.json"}
@@ -152,3 +162,20 @@ def test_a_job_is_drawn_without_errors_or_requests_to_others(scheme, width, pape
 def test_where_there_is_no_job_it_says_how_to_start_one(tmp_path, monkeypatch):
     found = page_of(monkeypatch, Looks([shot()], read_with(tmp_path, "light", 800)))
     assert (found["errors"], found["isEmpty"], found["rows"], found["title"]) == ([], True, [], "Shoal top")
+    assert (found["isLooking"], found["headings"]) == (False, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+def test_before_the_first_look_it_says_that_it_looks_and_shows_nothing_empty(tmp_path, monkeypatch):
+    found = page_of(monkeypatch, Looks([], read_with(tmp_path, "light", 800)))
+    assert (found["errors"], found["isLooking"], found["isEmpty"]) == ([], True, False)
+    assert (found["headings"], found["figures"], found["columns"]) == ([], [], [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+def test_where_no_loss_is_logged_there_is_a_word_on_how_to_log_it(tmp_path, monkeypatch):
+    found = page_of(monkeypatch, Looks([shot(worker(0, values={}))], read_with(tmp_path, "light", 800)))
+    assert (found["errors"], found["plots"], len(found["hints"])) == ([], 1, 1)
+    assert "strategy.log(loss=loss)" in found["hints"][0]

@@ -16,7 +16,7 @@ def view_of(stage):
 def test_the_page_gets_the_newest_and_the_course_of_its_numbers():
     clock = ManualClock(wall_s=NOW_S)
     stage = LivePages(clock)
-    assert view_of(stage) == {"age_s": 0.0, "error": "", "views": []}
+    assert view_of(stage) == {"age_s": 0.0, "is_ready": False, "error": "", "views": []}
     stage.put(shot(sighting(examples_per_s=10.0)))
     clock.advance(1)
     stage.put(shot(sighting(examples_per_s=20.0, values={"loss": 0.5})))
@@ -25,13 +25,13 @@ def test_the_page_gets_the_newest_and_the_course_of_its_numbers():
     assert told["age_s"] == 2.0
     (view,) = told["views"]
     assert view["series"] == {"examples/s": [[3.0, 10.0], [2.0, 20.0]], "loss": [[2.0, 0.5]]}
-    assert [name for name, _ in view["columns"]][:2] == ["worker", "step"]
+    assert [name for name, _ in view["columns"]][:3] == ["worker", "does", "step"]
     assert len(view["rows"]) == len(view["states"]) == len(view["shares"]) == 1
     stage.fail("Nobody answers.")
     assert view_of(stage)["error"] == "Nobody answers."
     assert len(view_of(stage)["views"]) == 1
     stage.put(shot())
-    assert view_of(stage) == {"age_s": 0.0, "error": "", "views": []}
+    assert view_of(stage) == {"age_s": 0.0, "is_ready": True, "error": "", "views": []}
 
 
 class Looks:

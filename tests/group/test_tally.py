@@ -62,6 +62,48 @@ def test_who_is_gone_does_not_count_and_what_is_asked_twice_counts_once():
         assert first.stats.received_bytes > second.stats.received_bytes
 
 
+def assert_balanced(groups, one_sided=()):
+    """What one has counted for another, that one has counted for it, but for one-sided operations."""
+    for one in groups:
+        stats = one.stats
+        assert (sum(stats.sent_to), sum(stats.received_from)) == (stats.sent_bytes, stats.received_bytes)
+        for other in groups:
+            if (one.rank, other.rank) not in one_sided:
+                assert stats.sent_to[other.rank] == other.stats.received_from[one.rank]
+
+
+def test_what_one_sends_another_receives():
+    with open_hosts(4, workers_per_machine=2) as groups:
+        finish([group.all_reduce(torch.ones(7)) for group in groups])
+        finish([group.broadcast(torch.ones(7), 1) for group in groups])
+        finish([group.exchange(torch.ones(5), Weights.uniform([(group.rank + 1) % 4, (group.rank - 1) % 4]))
+                for group in groups])  # fmt: skip
+        together(groups, lambda group: group.all_gather(torch.ones(2 + group.rank, 3)).wait())
+        assert_balanced(groups)
+        before = [group.stats for group in groups]
+        windows = together(groups, lambda group: group.window("w", 5))
+        windows[0].put(3, torch.ones(5)).wait()
+        published = together(groups, lambda group: group.empty(5))
+        windows[2].publish(published[2], 1)
+        windows[1].fetch(2).wait()
+        assert groups[0].stats.sent_to[3] - before[0].sent_to[3] == 20
+        assert groups[1].stats.received_from[2] - before[1].received_from[2] == 20
+        assert_balanced(groups, [(0, 3), (2, 1)])
+        groups[3].leave()
+        finish([group.all_reduce(torch.ones(6)) for group in groups[:3]])
+        assert_balanced(groups[:3], [(2, 1)])
+
+
+def test_between_machines_each_byte_has_its_place():
+    with open_cluster([[0, 1], [2]]) as groups:
+        together(groups, lambda group: group.broadcast(torch.ones(100_000), 0).wait())
+        third = groups[2].stats
+        assert third.received_from[0] > 400_000
+        assert groups[0].stats.sent_to[2] >= 400_000
+        assert 400_000 <= groups[0].stats.sent_to[1] <= groups[1].stats.received_from[0] < 402_000
+        assert sum(third.received_from) == third.received_bytes
+
+
 def test_a_group_with_servers_adds_both():
     with open_hosts(3) as everybody, open_hosts(2) as workers:
         groups = [WithServers(*both, 1) for both in zip([SoloGroup(), *workers], everybody, strict=True)]
@@ -69,6 +111,8 @@ def test_a_group_with_servers_adds_both():
         assert [moved(group) for group in groups] == [(80, 0), (0, 40), (0, 40)]
         finish([group.all_reduce(torch.ones(10)) for group in workers])
         assert [moved(Metered(group)) for group in groups] == [(80, 0), (40, 80), (40, 80)]
+        assert [group.stats.sent_to for group in groups] == [(0, 40, 40), (0, 0, 40), (0, 40, 0)]
+        assert [group.stats.received_from for group in groups] == [(0, 0, 0), (40, 0, 40), (40, 40, 0)]
 
 
 def test_machines_add_what_went_over_their_streams():
@@ -87,9 +131,11 @@ def test_machines_add_what_went_over_their_streams():
 def test_what_goes_through_torch_counts_by_the_same_formulas():
     counter = TrafficCounter(1, 4)
     counter.all_reduce(100)
-    assert (counter.sent_bytes, counter.received_bytes) == (150, 150)
+    assert (counter.sent_to, counter.received_from) == ([0, 0, 150, 0], [150, 0, 0, 0])
     counter.broadcast(10, 0)
     counter.broadcast(10, 1)
-    assert (counter.sent_bytes, counter.received_bytes) == (180, 160)
-    counter.all_gather(10, 5)
-    assert (counter.sent_bytes, counter.received_bytes) == (210, 165)
+    assert (counter.sent_to, counter.received_from) == ([10, 0, 160, 10], [160, 0, 0, 0])
+    counter.all_gather(10, {0: 3, 1: 10, 2: 0, 3: 2})
+    assert (counter.sent_to, counter.received_from) == ([20, 0, 170, 20], [163, 0, 0, 2])
+    stats = counter.stats((0.5,) * 4)
+    assert (stats.sent_bytes, stats.received_bytes) == (210, 165)

@@ -17,9 +17,9 @@ def test_everything_is_forwarded():
         assert public - set(vars(wrapper)) - set(interface.__annotations__) <= ELSEWHERE
 
 
-ELSEWHERE = {"put", "add", "send", "notes", "window"}
-"""Writes, and making a window, go through one method each that is forwarded; notes are shared, which the next
-test sees."""
+ELSEWHERE = {"put", "add", "send", "notes", "on_wait", "window"}
+"""Writes, and making a window, go through one method each that is forwarded; notes and listeners are shared,
+which the next test sees."""
 
 
 def test_attributes_are_those_of_the_group_inside():
@@ -30,5 +30,6 @@ def test_attributes_are_those_of_the_group_inside():
         assert share(group, {"a": 1}) == [{"a": 1}] * 4
         assert [next_number(one, "boat") for one in (group, inner, group)] == [0, 1, 2]
         assert next_number(group, "net") == 0
+        assert group.on_wait is inner.on_wait
     with pytest.raises(UsageError, match="left"):
         inner.empty(1)

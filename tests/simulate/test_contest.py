@@ -55,6 +55,22 @@ def test_steps_seconds_and_bytes_are_those_of_the_world():
     assert record.error == ""
 
 
+@pytest.mark.parametrize("executor", ["exact", "stacked"])
+def test_agreement_is_that_of_the_last_round_wherever_evaluations_fall(executor):
+    """Between two rounds workers go apart, so that distances would rise and fall with the steps since."""
+    uneven = world(profile=Profile(), compute=Compute(factors={1: 2.5}))
+    for eval_every in (5, 8, 40):
+        seldom = job("local-sgd", steps=40, eval_every=eval_every, options={"local_steps": 8})
+        moments = run_job(seldom, uneven, executor).moments
+        assert moments[-1].step == 40
+        assert max(moment.consensus_distance for moment in moments) < 1e-9
+    assert moments[-1].worst == pytest.approx(moments[-1].value)
+    # a round has ended 4 steps before the last evaluation, and the models are as they have become since
+    apart = run_job(job("local-sgd", steps=20, options={"local_steps": 16}), uneven, executor).moments[-1]
+    assert apart.consensus_distance < 1e-9
+    assert apart.worst > 1.001 * apart.value
+
+
 def test_who_is_slow_is_waited_for():
     record = run_job(job("all-reduce"), world(profile=Profile(), compute=Compute(factors={2: 5.0})))
     assert record.moments[-1].at_s == pytest.approx(20 * 0.05)

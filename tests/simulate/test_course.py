@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import pytest
 import torch
 
@@ -74,6 +75,38 @@ def test_mean_and_worst_and_distance_are_of_all_models():
     assert moment.consensus_distance == pytest.approx(math.sqrt(16 * 4))
     assert record.moments[0].consensus_distance == 0.0
     assert record.moments[0].worst == record.moments[0].value
+
+
+def with_rounds(log, points):
+    """Gives each snapshot of a worker a round that has ended before it, with all parameters at one value."""
+    for snapshot, point in zip(log.snapshots, points, strict=True):
+        snapshot.at_round = [torch.full((16,), float(point), dtype=torch.float64)]
+    return log
+
+
+def test_distance_is_of_the_last_round_and_of_one_that_all_have_ended():
+    fast = with_rounds(log(0, [0, 1, 2], points=[0, 1, 2]), [0, 5, 9])
+    slow = with_rounds(log(1, [0, 4, 8], points=[0, 3, 4]), [0, 6, 9])
+    distances = {
+        strategy: [
+            moment.consensus_distance
+            for moment in course_of(
+                make_task(msgspec.structs.replace(JOB, strategy=strategy)), [fast, slow]
+            ).moments
+        ]
+        for strategy in ("local-sgd", "pair")
+    }
+    # the second state has the fast one after 20 steps, and the slow one before its first
+    assert distances["local-sgd"] == [0.0, 0.0, 0.0]
+    assert distances["pair"] == pytest.approx([0.0, math.sqrt(16 * 4.5**2), 0.0])
+
+
+def test_who_has_joined_since_is_not_compared_with_those_who_lag():
+    late = log(2, [0, 1.5], every=20, is_joining=True)
+    late.snapshots = late.snapshots[1:]
+    states = list(states_of([log(0, [0, 1, 2]), log(1, [0, 4, 8]), late], 10))
+    behind = next(state for state in states if steps_of(state) == {0: 10, 1: 0, 2: 20})
+    assert {rank: each.step for rank, each in behind.comparable.items()} == {0: 0, 1: 0}
 
 
 def test_a_course_ends_where_models_are_no_longer_finite_and_says_so():

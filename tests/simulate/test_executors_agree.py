@@ -66,8 +66,9 @@ def assert_agree(job, world):
             assert (theirs.step, theirs.sent_bytes) == (mine.step, mine.sent_bytes)
             assert theirs.received_bytes == mine.received_bytes
             assert theirs.at_s == pytest.approx(mine.at_s, rel=1e-9, abs=1e-12)
-            for tensor, expected in zip(theirs.tensors, mine.tensors, strict=True):
-                torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)
+            for ours, others in ((mine.tensors, theirs.tensors), (mine.at_round, theirs.at_round)):
+                for tensor, expected in zip(others, ours, strict=True):
+                    torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)
 
 
 def job_of(strategy, options, **settings):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.core import ManualClock, UsageError, board
+from shoal.core import SYSTEM_CLOCK, ManualClock, UsageError, board
 from shoal.core.fork import keep_in_children
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.data import shard
@@ -15,6 +15,7 @@ from shoal.group import GroupStats, Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import make_strategy
 from shoal.strategies.status import StatusReporter
+from strategies.fakes import Mirror
 
 
 @pytest.fixture
@@ -30,10 +31,11 @@ class Pair(SoloGroup):
     def __init__(self):
         super().__init__()
         self.run, self.size, self.waits, self.traffic = "job", 2, [0.0, 0.0], (0, 0)
+        self.by_rank = (), ()
 
     @property
     def stats(self):
-        return GroupStats(*self.traffic, self.waits)
+        return GroupStats(*self.traffic, self.waits, *self.by_rank)
 
 
 @pytest.fixture
@@ -81,6 +83,54 @@ def test_it_notes_once_a_second_what_has_happened_since(folder):
     assert board.look(clock) == []
     reporter.stepped(15)
     reporter.log({"loss": 1.0})
+
+
+def test_it_notes_what_the_worker_does_between_steps_at_most_once_a_second(folder):
+    clock, group, reporter = opened()
+    assert noted(clock).phase == "starts"
+    clock.advance(0.5)
+    reporter.doing("evaluates")
+    assert noted(clock).phase == "starts"
+    clock.advance(0.5)
+    reporter.doing("evaluates")
+    reporter.stepped(1)
+    assert (noted(clock).phase, noted(clock).step) == ("evaluates", 0)
+    reporter.doing("saves", is_rare=True)
+    assert noted(clock).phase == "saves"
+    clock.advance(1)
+    reporter.stepped(2)
+    assert (noted(clock).phase, noted(clock).step) == ("", 2)
+    clock.advance(1)
+    (hear,) = group.on_wait
+    hear(1)
+    note = noted(clock)
+    assert (note.phase, note.waits_for, note.wait_share, note.steps_per_s) == ("waits", 1, 1.0, 0.0)
+    reporter.closed()
+    assert group.on_wait == []
+
+
+def test_bytes_are_noted_by_peer_those_of_the_most_alone(folder):
+    clock, group, reporter = opened()
+    group.by_rank = (0, 20, *range(100, 200)), (7, 0)
+    clock.advance(1)
+    reporter.stepped(1)
+    note = noted(clock)
+    assert note.received_from == {0: 7}
+    assert len(note.sent_to) == 64
+    assert min(note.sent_to.values()) == 136
+
+
+def test_a_model_that_runs_outside_of_training_is_seen(folder, monkeypatch):
+    monkeypatch.setattr(board, "NOTE_S", 0.0)
+    group = Mirror()
+    group.run = "job"
+    model = torch.nn.Linear(2, 1)
+    with make_strategy(group, "neighbor").attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        model(torch.ones(1, 2))
+        before = noted(SYSTEM_CLOCK).phase
+        model.eval()(torch.ones(1, 2))
+        after = noted(SYSTEM_CLOCK).phase
+    assert (before, after) == ("starts", "evaluates")
 
 
 def test_only_groups_of_a_run_note_anything_and_only_if_wanted(folder, monkeypatch):

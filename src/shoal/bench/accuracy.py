@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from shoal.bench.contenders import Batch
     from shoal.group.observed import Metered
+    from shoal.simulate.exact import LastRound
     from shoal.strategies.strategy import Strategy
 
 Task = Literal["digits", "mnist"]
@@ -523,7 +524,7 @@ class AccuracyWorker:
         self._parts = {split: moved(part) for split, part in parts_of(config, place.rank).items()}
         self._test = moved(examples_of(config, train=False))
         self._probe, _ = beginner(config, device)
-        self._attached: tuple[Trainee, Strategy, Metered] | None = None
+        self._attached: tuple[Trainee, Strategy, Metered, LastRound] | None = None
         self._stack = contextlib.ExitStack()
         stack.push(self._stack)
 
@@ -539,6 +540,7 @@ class AccuracyWorker:
     def begin(self, run: dict[str, Any]) -> Evaluation:
         """Attach the contender to a model that has learned nothing; collective, as all that follows."""
         from shoal.group.observed import Metered
+        from shoal.simulate.exact import LastRound
 
         chosen = msgspec.convert(run, AccuracyRun)
         group = self._place.open_group(
@@ -551,15 +553,20 @@ class AccuracyWorker:
         contender = chosen.contender
         strategy = make_contender(metered, contender.strategy, contender.options)
         self._stack.enter_context(strategy.attach(trainee.model, trainee.optimizer))
-        self._attached = trainee, strategy, metered
+        self._attached = trainee, strategy, metered, LastRound(strategy, trainee.model)
         metered.reset()
         return self._evaluate(seconds=0.0)
 
     def train(self, num_steps: int) -> Evaluation:
         """So many steps, and an evaluation."""
         assert self._attached is not None, "trained before it has begun"
-        trainee, _, _ = self._attached
-        return self._evaluate(trainee.seconds_of(trainee.step, num_steps))
+        trainee, _, _, last_round = self._attached
+
+        def step() -> None:
+            trainee.step()
+            last_round.stepped()
+
+        return self._evaluate(trainee.seconds_of(step, num_steps))
 
     def finish(self) -> None:
         """Detach, and leave the group."""
@@ -568,13 +575,14 @@ class AccuracyWorker:
 
     def _evaluate(self, seconds: float) -> Evaluation:
         from shoal.simulate.tasks import accuracy_of
-        from shoal.strategies.averaging import common_model
+        from shoal.strategies.averaging import common_model, consensus_distance
 
         assert self._attached is not None
-        trainee, strategy, metered = self._attached
+        trainee, strategy, metered, last_round = self._attached
         traffics = metered.totals()
         moved = {name: (traffic.sent_bytes, traffic.received_bytes) for name, traffic in traffics.items()}
-        distance = strategy.consensus_distance()
+        strategy.settle()
+        distance = consensus_distance(strategy.group, last_round.parameters or strategy.session.trainable)
         mean = common_model(metered, trainee.model, are_equal=False)
         accuracy = accuracy_of(trainee.model, self._test).value
         metered.reset()

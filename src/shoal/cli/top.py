@@ -12,8 +12,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from shoal import __version__
 from shoal.cli.flags import with_flags
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
 from shoal.cli.output import JsonFile, ends_by_signal, say, text_stream, write_json
-from shoal.cli.top_view import Shot, ShotSource, View, job_metrics
+from shoal.cli.top_view import Matrix, Shot, ShotSource, View, job_metrics
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError
 from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
 from shoal.core.errors import ShoalError
@@ -204,7 +205,26 @@ _LATE_S = 10.0
 """A worker whose last step is longer ago is told of."""
 _NOTICEABLE_SHARE = 0.1
 """Of the others' time, and at least twice as much as for anybody else, before one is named."""
+_MAX_COMPARED = 16
+"""A matrix of more workers has cells that nobody can read."""
+_SHORTEST_SHARE = 0.005
+_MOSTLY = 0.5
+_DOES = {"starts": "starts", "evaluates": "evaluates", "saves": "saves a checkpoint"}
 _NOTHING = "–"
+_ABOUT_WORKERS = (
+    "One row for each worker, as it last told of itself: steps/s, examples/s and waits are of about the last "
+    "second, sent and received of all its training. waits is the share of that second in which it stood "
+    "still until another worker came, and for which one most; last beat is how long ago it told."
+)
+_ABOUT_WAITS = (
+    "The share of its time, since training began, that the worker of a row has waited for the worker of a "
+    "column. A column of large numbers is a worker that holds the others up."
+)
+_ABOUT_BYTES = (
+    "What the worker of a row has sent to the worker of a column since training began. Each byte counts once "
+    "for its sender and once for its receiver, so that both sums agree."
+)
+_NO_LOSS = "Nothing to draw yet. Give it the loss in your training loop: strategy.log(loss=loss)"
 
 
 @dataclass(frozen=True)
@@ -239,6 +259,44 @@ class RunningJob:
         there = [one for one in self.workers if one.state != "gone" and one.note.role == "worker"]
         return list({one.note.rank: one for one in reversed(there)}.values())[::-1]
 
+    @cached_property
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Bytes from one place to another, each counted once.
+
+        What both sides count, the one that noted it later knows more of; what one side alone asks for, as a
+        fetch or a put, only that side has counted.
+        """
+        newest = {one.note.place: one.note for one in self.workers if one.note.generation == self.generation}
+        told = [((note.place, to), count) for note in newest.values() for to, count in note.sent_to.items()]
+        told += [
+            ((source, note.place), count)
+            for note in newest.values()
+            for source, count in note.received_from.items()
+        ]
+        moved: dict[tuple[int, int], int] = {}
+        for pair, count in told:
+            moved[pair] = max(moved.get(pair, 0), count)
+        return moved
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """How workers are called, by rank in the newest generation."""
+        return {
+            one.note.rank: _number_of(one)
+            for one in self.workers
+            if one.note.role == "worker" and one.note.generation == self.generation
+        }
+
+    def sent_bytes(self, one: Sighting) -> int | None:
+        """The bytes that a worker has sent, those that others took without asking it among them."""
+        taken = [count for (source, _), count in self.traffic.items() if source == one.note.place]
+        return max(one.note.sent_bytes or 0, sum(taken)) if taken else one.note.sent_bytes
+
+    def received_bytes(self, one: Sighting) -> int | None:
+        """The bytes that a worker has received, those that others left with it unasked among them."""
+        left = [count for (_, to), count in self.traffic.items() if to == one.note.place]
+        return max(one.note.received_bytes or 0, sum(left)) if left else one.note.received_bytes
+
     def mean(self, name: str) -> float | None:
         """Average a value over the workers that have logged it."""
         return _mean(one.note.values.get(name) for one in self.live)
@@ -260,8 +318,8 @@ class RunningJob:
             "steps_per_s": _mean(one.note.steps_per_s for one in self.live),
             "examples_per_s": self.examples_per_s,
             "loss": self.mean("loss"),
-            "sent_bytes": _sum(one.note.sent_bytes for one in self.live),
-            "received_bytes": _sum(one.note.received_bytes for one in self.live),
+            "sent_bytes": _sum(map(self.sent_bytes, self.live)),
+            "received_bytes": _sum(map(self.received_bytes, self.live)),
             "up_s": round(self.up_s, 3),
         }
 
@@ -361,20 +419,89 @@ def _view(job: RunningJob) -> View:
         *((name, _number(job.mean(name))) for name in _names(job)),
         ("up", _age(job.up_s)),
     ]
-    series = {"examples/s": job.examples_per_s, "loss": job.mean("loss")}
+    values = {name: job.mean(name) for name in dict.fromkeys(("loss", *_names(job)))}
+    series = {"examples/s": job.examples_per_s, **values}
     if job.examples_per_s is None:
         series = {"steps/s": _mean(one.note.steps_per_s for one in job.live), **series}
+    legends = {
+        "workers": "are here, of all in the run",
+        "generation": "groups until now",
+        "step": "of the slowest and the fastest" if len(set(steps)) > 1 else "of every worker",
+        "examples/s": "of all workers together",
+        "steps/s": "of a worker, on average",
+        "up": "since training began",
+        **dict.fromkeys(values, "mean of the workers"),
+    }
     hosts = list(dict.fromkeys(one.note.host for one in job.workers))
     return View(
         id=job.run,
         title=f"{note.program or 'python'} · {note.strategy}",
         subtitle=f"run {job.run} on {hosts[0] if len(hosts) == 1 else counted(len(hosts), 'host')}",
+        about=f"{counted(note.size, 'worker')} {'train' if note.size > 1 else 'trains'} one model"
+        f"{' together' if note.size > 1 else ''}, by the strategy {note.strategy}",
         figures=tuple((label, value) for label, value in figures if value != _NOTHING),
         table=_table(job, shown, hosts),
         states=tuple(one.state for one in shown),
         shares=tuple(one.note.wait_share for one in shown),
         notes=tuple(_notes(job)),
         series={name: value for name, value in series.items() if value is not None},
+        legends=legends,
+        missing={} if "loss" in _names(job) else {"loss": _NO_LOSS},
+        about_table=_ABOUT_WORKERS,
+        matrices=tuple(_matrices(job)),
+    )
+
+
+def _matrices(job: RunningJob) -> Iterator[Matrix]:
+    """What goes on between workers; nothing of a lone one, or of too many."""
+    there = {one.note.place: one for one in reversed(job.workers) if one.state != "gone"}
+    members = [there[place] for place in sorted(there) if there[place].note.generation == job.generation]
+    workers = [one for one in members if one.note.role == "worker"]
+    if not 2 <= len(members) <= _MAX_COMPARED:
+        return
+    if len(workers) > 1:
+        ages_s = [max(1.0, one.note.noted_s - one.note.began_s) for one in workers]
+        waits = [
+            [one.note.waited_s.get(other.note.rank, 0.0) / age_s for other in workers]
+            for one, age_s in zip(workers, ages_s, strict=True)
+        ]
+        yield _matrix("Who waits for whom", _ABOUT_WAITS, workers, waits, _share, most=1.0)
+    if job.traffic:
+        moved = [
+            [float(job.traffic.get((one.note.place, other.note.place), 0)) for other in members]
+            for one in members
+        ]
+        sums = (
+            ("sent", tuple(_size(round(sum(row))) for row in moved)),
+            ("received", tuple(_size(round(sum(column))) for column in zip(*moved, strict=True))),
+            ("in all", (_size(round(sum(map(sum, moved)))),)),
+        )
+        most = max(map(max, moved))
+        shown = _matrix(
+            "Who sends to whom", _ABOUT_BYTES, members, moved, lambda count: _size(round(count)), most=most
+        )
+        yield replace(shown, sums=sums)
+
+
+def _matrix(
+    title: str,
+    about: str,
+    members: Sequence[Sighting],
+    numbers: Sequence[Sequence[float]],
+    text_of: Callable[[float], str],
+    *,
+    most: float,
+) -> Matrix:
+    diagonal = [[row == column for column in range(len(members))] for row in range(len(members))]
+    return Matrix(
+        title,
+        about,
+        tuple(map(_called, members)),
+        tuple(
+            tuple("" if is_own else text_of(number) for number, is_own in zip(*each, strict=True))
+            for each in zip(numbers, diagonal, strict=True)
+        ),
+        tuple(tuple(number / most if most else 0.0 for number in row) for row in numbers),
     )
 
 
@@ -386,13 +513,14 @@ def _table(job: RunningJob, shown: Sequence[Sighting], hosts: Sequence[str]) -> 
         (Column("rank"), [str(note.rank) for note in notes] if job.generation else []),
         (Column("host", "left"), [note.host for note in notes] if len(hosts) > 1 else []),
         (Column("strategy", "left"), [note.strategy for note in notes] if num_strategies > 1 else []),
+        (Column("does", "left"), [_does(one, job) for one in shown]),
         (Column("step"), [f"{note.step:,}" for note in notes]),
         (Column("steps/s"), [_rate(note.steps_per_s) for note in notes]),
         (Column("examples/s"), [_rate(note.examples_per_s) for note in notes]),
         *((Column(name), [_number(note.values.get(name)) for note in notes]) for name in _names(job)),
-        (Column("sent"), [_size(note.sent_bytes) for note in notes]),
-        (Column("received"), [_size(note.received_bytes) for note in notes]),
-        (Column("waits"), [_wait(one) for one in shown]),
+        (Column("sent"), [_size(job.sent_bytes(one)) for one in shown]),
+        (Column("received"), [_size(job.received_bytes(one)) for one in shown]),
+        (Column("waits"), [_wait(one, job) for one in shown]),
         (Column("last beat"), [_beat(one) for one in shown]),
     ]
     told = [(column, cells) for column, cells in columns if any(cell != _NOTHING for cell in cells)]
@@ -420,7 +548,7 @@ def _notes(job: RunningJob) -> Iterator[str]:
     if shares and shares[0] >= max(_NOTICEABLE_SHARE, 2 * sum(shares[1:2])):
         worst = max(awaited, key=awaited.__getitem__)
         told = percent(100 * shares[0], signed=False)
-        yield f"The others wait most for worker {worst}: {told} of their time."
+        yield f"The others wait most for worker {job.names.get(worst, worst)}: {told} of their time."
     for one in [one for one in job.workers if one.state != "running"][:_MAX_NAMED]:
         what = "is stopped (SIGSTOP)" if one.state == "stopped" else "has ended without leaving the group"
         yield f"Process {one.note.pid} of {_called(one)} on {one.note.host} {what}."
@@ -472,17 +600,46 @@ def _number_of(one: Sighting) -> str:
     return str(one.note.place if one.note.generation else one.note.rank)
 
 
-def _wait(one: Sighting) -> str:
+def _does(one: Sighting, job: RunningJob) -> str:
+    """What a worker does, as far as its last note tells."""
+    note = one.note
+    is_waiting = note.phase == "waits" or (note.wait_share or 0.0) >= _MOSTLY
+    if one.state != "running":
+        return one.state
+    if note.phase in _DOES:
+        return _DOES[note.phase] if one.is_fresh else f"{_DOES[note.phase]}, {_age(one.age_s)}"
+    if not one.is_fresh:
+        return f"no step for {_age(one.age_s)}"
+    if note.role == "server":
+        return "serves"
+    if not is_waiting:
+        return "trains"
+    return "waits" if note.waits_for is None else f"waits for {_awaited(one, job)}"
+
+
+def _awaited(one: Sighting, job: RunningJob) -> str:
+    """The worker that another one waits for most, as it is called."""
+    rank = one.note.waits_for
+    return str(rank) if rank is None else job.names.get(rank, str(rank))
+
+
+def _wait(one: Sighting, job: RunningJob) -> str:
     note = one.note
     if note.wait_share is None or note.size == 1:
         return _NOTHING
     share = f"{100 * note.wait_share:.0f}%"
-    return share if note.waits_for is None or share == "0%" else f"{share} for {note.waits_for}"
+    return share if note.waits_for is None or share == "0%" else f"{share} for {_awaited(one, job)}"
 
 
 def _beat(one: Sighting) -> str:
     ago = _age(one.age_s)
     return ago if one.state == "running" else f"{one.state}, {ago}"
+
+
+def _share(value: float) -> str:
+    if not math.isfinite(value):
+        return _NOTHING
+    return f"{100 * value:.0f}%" if value >= _SHORTEST_SHARE else "0"
 
 
 def _age(seconds: float) -> str:

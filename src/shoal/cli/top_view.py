@@ -22,6 +22,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Numbers for each pair of workers: from the one of the row to the one of the column."""
+
+    title: str
+    about: str
+    """How it is read."""
+    names: tuple[str, ...]
+    texts: tuple[tuple[str, ...], ...]
+    """The numbers as they are shown, by row; an empty one of a worker and itself."""
+    shares: tuple[tuple[float, ...], ...]
+    """How strongly each is coloured, 0 to 1."""
+    sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Of the rows, of the columns, and of all: what they are called, and each."""
+
+
+@dataclass(frozen=True)
 class View:
     """One job, a list of them, or a swarm."""
 
@@ -39,6 +55,16 @@ class View:
     notes: tuple[str, ...] = ()
     series: dict[str, float] = field(default_factory=dict)
     """Numbers whose course the page draws, by name."""
+    legends: dict[str, str] = field(default_factory=dict)
+    """What these and the figures are, by name."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Of numbers that are not known: what would make them so."""
+    about: str = ""
+    """What is seen, in one sentence without its full stop."""
+    about_table: str = ""
+    """How the page's table is read."""
+    matrices: tuple[Matrix, ...] = ()
+    """What the page alone shows."""
 
     def items(self) -> list[Table | Line | str]:
         """Return what the terminal shows of it."""
@@ -124,8 +150,13 @@ def job_metrics(workers: Sequence[Sighting]) -> str:
         ({**_of(one), "name": name}, value) for one in workers for name, value in one.note.values.items()
     ]
     lines.add("worker_value", "gauge", "What the program has logged, such as the loss.", values)
-    lines.add("worker_sent_bytes_total", "counter", "Bytes sent.", noted("sent_bytes"))
-    lines.add("worker_received_bytes_total", "counter", "Bytes received.", noted("received_bytes"))
+    lines.add("worker_sent_bytes_total", "counter", "Bytes sent, as it counts them.", noted("sent_bytes"))
+    lines.add(
+        "worker_received_bytes_total",
+        "counter",
+        "Bytes received, as it counts them.",
+        noted("received_bytes"),
+    )
     lines.add("worker_wait_ratio", "gauge", "Share of time waited.", noted("wait_share"))
     waits = [({**_of(one), "for": rank}, wait) for one in workers for rank, wait in one.note.waited_s.items()]
     lines.add("worker_waited_seconds_total", "counter", "Seconds waited for a rank.", waits)
@@ -237,7 +268,10 @@ class LivePages:
     def _view(self) -> str:
         now_s, shot = self._clock.now_s(), self._shot
         views = [] if shot is None else [self._encode(view, now_s) for view in shot.views]
-        return _json({"age_s": now_s - self._looked_s, "error": self._error, "views": views})
+        is_ready = shot is not None
+        return _json(
+            {"age_s": now_s - self._looked_s, "is_ready": is_ready, "error": self._error, "views": views}
+        )
 
     def _encode(self, view: View, now_s: float) -> dict[str, Any]:
         table = view.table
@@ -251,6 +285,11 @@ class LivePages:
             "states": view.states,
             "shares": view.shares,
             "notes": view.notes,
+            "legends": view.legends,
+            "missing": view.missing,
+            "about": view.about,
+            "about_table": view.about_table,
+            "matrices": view.matrices,
             "series": {
                 name: [[round(now_s - at_s, 1), value] for at_s, value in tuple(course)]
                 for (owner, name), course in self._courses.items()

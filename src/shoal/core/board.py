@@ -16,6 +16,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -37,6 +38,11 @@ _ABANDONED_S = 60.0
 _FORGOTTEN_S = 3600.0
 """A note of a process that cannot be looked up from here counts for so long."""
 _PLAIN = re.compile(r"[\w.-]{1,40}", re.ASCII)
+
+
+Phase = Literal["starts", "waits", "evaluates", "saves"]
+"""What a worker may be found at: it has not made a step yet, it has waited for another worker for a second or
+longer, its model runs outside of training, it writes a checkpoint."""
 
 
 class KeeperProcess(msgspec.Struct, frozen=True):
@@ -83,12 +89,18 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the program has logged: `loss` and the like."""
     sent_bytes: int | None = None
     received_bytes: int | None = None
+    sent_to: dict[int, int] = {}
+    """Bytes by the place of the other one, the most; what others take without asking, only they count."""
+    received_from: dict[int, int] = {}
+    """Likewise; what others put there without asking, only they count."""
     waited_s: dict[int, float] = {}
     """In all, for each of the ranks that it waited for most."""
     wait_share: float | None = None
     """Of the time."""
     waits_for: int | None = None
     """The rank that it waited for most."""
+    phase: str = ""
+    """What it does instead of steps, as `Phase` has it; empty while it trains. Other versions have others."""
     keeper: KeeperProcess | None = None
     """For a note of another machine, the head of the run, which keeps a copy here."""
     state: State = "running"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -276,6 +276,11 @@ class Loss:
         )
 
 
+WaitListener = Callable[[int | None], object]
+"""Is told the rank that is waited for, or None where that is not known."""
+WAIT_HEARD_EVERY_S = 1.0
+
+
 class GroupStats(msgspec.Struct, frozen=True):
     """What a group has cost this worker since it was opened."""
 
@@ -284,6 +289,10 @@ class GroupStats(msgspec.Struct, frozen=True):
     received_bytes: int
     waited_s: Sequence[float]
     """Seconds that this worker has waited for each rank, the last to arrive each time."""
+    sent_to: Sequence[int] = ()
+    """Bytes by rank, of `everybody` where there are servers. What others fetch or read, only they count."""
+    received_from: Sequence[int] = ()
+    """Bytes by rank, likewise. What others put, add or send into a window, only they count."""
 
 
 def passed_on(to: str, name: str, *, is_settable: bool = False) -> Any:
@@ -324,6 +333,11 @@ class Group(abc.ABC):
     def notes(self) -> dict[str, Any]:
         """What strategies remember of this group, each under its own name: which names it has given, say."""
         return {}
+
+    @cached_property
+    def on_wait(self) -> list[WaitListener]:
+        """Is called about once a second, in the thread that waits, while this worker waits for others."""
+        return []
 
     @property
     @abc.abstractmethod

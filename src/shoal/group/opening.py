@@ -13,11 +13,12 @@ one of its own. What servers do is the business of the strategy.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
@@ -363,8 +364,18 @@ class WithServers(GroupWrapper):
     def stats(self) -> GroupStats:
         """Adds the bytes of both groups."""
         own, both = self.inner.stats, self.everybody.stats
-        sent_bytes = own.sent_bytes + both.sent_bytes
-        return GroupStats(sent_bytes, own.received_bytes + both.received_bytes, own.waited_s)
+        sent_to = self._in_all(own.sent_to, both.sent_to)
+        received_from = self._in_all(own.received_from, both.received_from)
+        sent_bytes, received_bytes = (
+            own.sent_bytes + both.sent_bytes,
+            own.received_bytes + both.received_bytes,
+        )
+        return GroupStats(sent_bytes, received_bytes, own.waited_s, sent_to, received_from)
+
+    def _in_all(self, own: Sequence[int], both: Sequence[int]) -> tuple[int, ...]:
+        """Adds bytes by rank of the workers to those by rank of everybody."""
+        before = [0] * (self.everybody.rank if self.role == "server" else self.num_servers)
+        return tuple(map(sum, itertools.zip_longest([*before, *own], both, fillvalue=0)))
 
     def progress(self) -> None:
         """Does work of both groups' operations."""

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
-from shoal.group.base import Group, Handle, Loss, Reduction, Window, WindowForm, Write, passed_on
+from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, WindowForm, Write, passed_on
 from shoal.group.functions import others, spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
@@ -164,32 +164,56 @@ class TrafficCounter:
     """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self.sent_to = [0] * size
+        """Bytes by rank; what others take without asking, only they count."""
+        self.received_from = [0] * size
+        """Bytes by rank; what others put here without asking, only they count."""
         self._rank = rank
         self._size = size
 
+    def stats(self, waited_s: Sequence[float]) -> GroupStats:
+        """Gives the counts, beside the seconds waited."""
+        sent_to, received_from = tuple(self.sent_to), tuple(self.received_from)
+        return GroupStats(sum(sent_to), sum(received_from), waited_s, sent_to, received_from)
+
     def all_reduce(self, size_bytes: int) -> None:
         """Counts an all-reduce of so many bytes."""
-        moved_bytes = ring_bytes(size_bytes, self._num_members())
-        self.sent_bytes += moved_bytes
-        self.received_bytes += moved_bytes
+        members = self._members()
+        num_members = len(members)
+        if num_members > 1 and self._rank in members:
+            # in each step: while all are there, their ranks need not be searched
+            place = self._rank if num_members == self._size else members.index(self._rank)
+            moved_bytes = ring_bytes(size_bytes, num_members)
+            self.sent_to[members[place + 1 - num_members]] += moved_bytes
+            self.received_from[members[place - 1]] += moved_bytes
 
     def broadcast(self, size_bytes: int, root: int) -> None:
         """Counts a broadcast of so many bytes."""
         if self._rank == root:
-            self.sent_bytes += size_bytes * (self._num_members() - 1)
+            self._send_to_all(size_bytes)
         else:
-            self.received_bytes += size_bytes
+            self.received_from[root] += size_bytes
 
-    def all_gather(self, size_bytes: int, received_bytes: int) -> None:
-        """Counts an all-gather: the bytes of one's own tensor, and those of all others' together."""
-        self.sent_bytes += size_bytes * (self._num_members() - 1)
-        self.received_bytes += received_bytes
+    def all_gather(self, size_bytes: int, received: Bytes) -> None:
+        """Counts an all-gather: the bytes of one's own tensor, and those of all, by rank."""
+        self._send_to_all(size_bytes)
+        self.moved({}, received)
 
-    def _num_members(self) -> int:
-        """Counts the members that are there, this worker included; here nobody ever leaves."""
-        return self._size
+    def moved(self, sends: Bytes, receives: Bytes) -> None:
+        """Counts bytes to and from each rank; those of one's own are none."""
+        for total, moved in ((self.sent_to, sends), (self.received_from, receives)):
+            for rank, size_bytes in moved.items():
+                if rank != self._rank:
+                    total[rank] += size_bytes
+
+    def _send_to_all(self, size_bytes: int) -> None:
+        for rank in self._members():
+            if rank != self._rank:
+                self.sent_to[rank] += size_bytes
+
+    def _members(self) -> Sequence[int]:
+        """Lists the members that are there, this worker included; here nobody ever leaves."""
+        return range(self._size)
 
 
 def _empty(
@@ -245,6 +269,7 @@ class GroupWrapper(Group):
         """Takes over what is said of the group inside."""
         self.inner = inner
         self.notes = inner.notes
+        self.on_wait = inner.on_wait
         for name in Group.__annotations__:
             if name != "should_survive":
                 setattr(self, name, getattr(inner, name))

@@ -107,9 +107,9 @@ class SimulatedGroup(LocalGroup):
         self._begin(tensor)
 
         def take(brought: Mapping[int, _Message]) -> list[torch.Tensor]:
-            given = [brought[rank].values.clone() for rank in sorted(brought)]
-            self._counter.received_bytes += sum(part.nbytes for part in given) - tensor.nbytes
-            return given
+            given = {rank: brought[rank].values.clone() for rank in sorted(brought)}
+            self._counter.moved({}, {rank: part.nbytes for rank, part in given.items()})
+            return list(given.values())
 
         plan = operations.all_gather(self, tensor)
         return self._send(plan, "all_gather", _Message(_copy(tensor)), take)
@@ -209,8 +209,7 @@ class SimulatedGroup(LocalGroup):
     def _arrive(self, plan: OperationPlan, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
         """Comes to the next operation with a message, which leaves for others now."""
         network = self._network
-        self._counter.sent_bytes += plan.sent_bytes
-        self._counter.received_bytes += plan.received_bytes
+        self._counter.moved(plan.sends, plan.receives)
         number = self._num_issued
         self._num_issued += 1
         collective = network.collectives.setdefault(number, Collective(network, number))

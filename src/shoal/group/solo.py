@@ -73,7 +73,7 @@ class LocalGroup(Group):
     def stats(self) -> GroupStats:
         """Bytes by the formulas of `Metered`; a peer is waited for until it has issued its part."""
         waited_s = tuple(self._network.waited_s[self.rank])
-        return GroupStats(self._counter.sent_bytes, self._counter.received_bytes, waited_s)
+        return self._counter.stats(waited_s)
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
@@ -365,7 +365,7 @@ class _LocalWindow(Window):
         if target is not None:
             target._slot_of(rank)
         if to != rank:
-            self._group._counter.sent_bytes += write.tensor.nbytes
+            self._group._counter.sent_to[to] += write.tensor.nbytes
         handle = PendingOperation[None](network, rank, f"{write.kind} to rank {to} in {self.name!r}")
         sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.turns.now_s
 
@@ -492,7 +492,7 @@ class _LocalWindow(Window):
                 size_bytes = 0 if snapshot is None or peer == rank else snapshot.tensor.nbytes
 
                 def finish() -> T | None:
-                    self._group._counter.received_bytes += size_bytes
+                    self._group._counter.received_from[peer] += size_bytes
                     return None if snapshot is None else take(snapshot)
 
                 handle.resolve(network.arrives_s(peer, rank, size_bytes), finish)

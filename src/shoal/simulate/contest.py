@@ -22,6 +22,7 @@ from shoal.simulate.job import DIVERGED, CourseRecord, ModelSnapshot, Moment, Tr
 from shoal.simulate.stacked.executor import refuse_unfit, run_stacked
 from shoal.simulate.tasks import Score, TrainingTask, make_task
 from shoal.simulate.world import World
+from shoal.strategies.registry import find
 
 
 def course_of(
@@ -34,7 +35,8 @@ def course_of(
     examiner = _Examiner(task)
     moments: list[Moment] = []
     error = broken or _why_none(logs)
-    for state in states_of(logs, task.job.eval_every):
+    info, _ = find(task.job.strategy)
+    for state in states_of(logs, task.job.eval_every, is_asynchronous=info.is_asynchronous):
         moment = examiner.judge(state)
         if moment is None:
             error = f"{DIVERGED}: after {state.mean_step:.0f} steps the models were no longer finite."
@@ -60,9 +62,14 @@ class ContestState:
     moved_bytes: int
     latest: dict[int, ModelSnapshot]
     """By rank, of those that have not ended before."""
+    comparable: dict[int, ModelSnapshot]
+    """The same, or of workers that wait for each other the snapshots after equally many steps: one that is
+    ahead may have ended a round which is still to come for the others."""
 
 
-def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[ContestState]:
+def states_of(
+    logs: Sequence[WorkerLog], eval_every: int, *, is_asynchronous: bool = False
+) -> Iterator[ContestState]:
     """Whenever workers have done `eval_every` more steps on average, from the first model to the last."""
     begun = [log for log in logs if log.snapshots]
     first = [log for log in begun if not log.is_joining]
@@ -79,9 +86,11 @@ def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[ContestSta
     )
     ends_s = {log.rank: math.inf if log.ended_at_s is None else log.ended_at_s - origin_s for log in begun}
     last: dict[int, ModelSnapshot] = {}
+    past: dict[int, list[ModelSnapshot]] = {}
     num_due = 0
     for index, (at_s, rank, snapshot) in enumerate(events):
         last[rank] = snapshot
+        past.setdefault(rank, []).append(snapshot)
         latest = {rank: last[rank] for rank in sorted(last) if at_s <= ends_s[rank]} or dict(last)
         mean_step = sum(each.step for each in latest.values()) / len(latest)
         is_last = index == len(events) - 1
@@ -89,7 +98,17 @@ def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[ContestSta
             continue
         num_due = math.floor(mean_step / eval_every) + 1
         moved_bytes = sum(each.sent_bytes + each.received_bytes for each in last.values())
-        yield ContestState(at_s, mean_step, moved_bytes, latest)
+        comparable = latest if is_asynchronous else _of_the_slowest_step(latest, past)
+        yield ContestState(at_s, mean_step, moved_bytes, latest, comparable)
+
+
+def _of_the_slowest_step(
+    latest: Mapping[int, ModelSnapshot], past: Mapping[int, Sequence[ModelSnapshot]]
+) -> dict[int, ModelSnapshot]:
+    """By rank: where each was after as many steps as the slowest one has done; not who has joined since."""
+    step = min(snapshot.step for snapshot in latest.values())
+    before = {rank: [each for each in past[rank] if each.step <= step] for rank in latest}
+    return {rank: snapshots[-1] for rank, snapshots in before.items() if snapshots}
 
 
 class _Examiner:
@@ -106,12 +125,14 @@ class _Examiner:
         models = [snapshot.tensors for snapshot in state.latest.values()]
         stacks = [torch.stack(tensors) for tensors in zip(*models, strict=True)]
         means = [_mean(stack) for stack in stacks]
-        squared = sum(
-            float((stack.double() - stack.double().mean(0)).square().sum()) / len(models)
-            for stack in stacks[: self._num_parameters]
-        )
+        squared = _spread(stacks[: self._num_parameters])
+        at_rounds = [
+            snapshot.at_round or snapshot.tensors[: self._num_parameters]
+            for snapshot in state.comparable.values()
+        ]
+        distance = math.sqrt(_spread([torch.stack(tensors) for tensors in zip(*at_rounds, strict=True)]))
         score = self._score(means)
-        if not all(map(math.isfinite, (squared, score.value, score.loss))):
+        if not all(map(math.isfinite, (squared, distance, score.value, score.loss))):
             return None
         worst = score.value
         if squared > 0:
@@ -123,7 +144,7 @@ class _Examiner:
             value=score.value,
             worst=worst,
             loss=score.loss,
-            consensus_distance=math.sqrt(squared),
+            consensus_distance=distance,
         )
 
     def _value(self, snapshot: ModelSnapshot) -> float:
@@ -135,6 +156,13 @@ class _Examiner:
     def _score(self, tensors: list[torch.Tensor]) -> Score:
         load_tensors(self._probe, tensors)
         return self._task.evaluate(self._probe)
+
+
+def _spread(stacks: Sequence[torch.Tensor]) -> float:
+    """The mean over workers, the first dimension, of their squared distances from the mean."""
+    return sum(
+        float((stack.double() - stack.double().mean(0)).square().sum()) / len(stack) for stack in stacks
+    )
 
 
 def _mean(stack: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,37 @@ def _nothing() -> None:
     pass
 
 
+class LastRound:
+    """Remembers the parameters of a model as they were when its strategy's last round ended.
+
+    Between two rounds workers go their own ways, and how far they lie apart then says little of how well
+    they agree.
+    """
+
+    def __init__(self, strategy: Strategy, model: nn.Module) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._rounds = strategy.rounds
+        self._step = strategy.steps
+        self._kept = self._copies()
+
+    def stepped(self) -> None:
+        """Takes note of a step; copies the parameters if a round has just ended and another is not next."""
+        strategy = self._strategy
+        if strategy.rounds != self._rounds:
+            self._rounds, self._step = strategy.rounds, strategy.steps
+            if strategy.options.local_steps > 1:
+                self._kept = self._copies()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The copies, which nothing changes; empty where the model's own are still those."""
+        return [] if self._step == self._strategy.steps else self._kept
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._model.parameters()]
+
+
 class Trainer:
     """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
 
@@ -138,7 +169,8 @@ class Trainer:
                 group.barrier().wait()
             group.reset()
             waited_before_s = list(group.stats.waited_s)
-            self._look(strategy.steps, model, group, clock)
+            last_round = LastRound(strategy, model)
+            self._look(model, last_round, strategy.steps, group, clock)
             begin()
             # where workers come and go a step may have to be done again, or others have done some before
             while strategy.steps < job.steps:
@@ -146,6 +178,7 @@ class Trainer:
                 optimizer.zero_grad()
                 self._task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+                last_round.stepped()
                 step = strategy.steps
                 is_due = step % job.eval_every == 0 or step == job.steps
                 if is_due and step > log.snapshots[-1].step:
@@ -153,9 +186,9 @@ class Trainer:
                         pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
                         log.waited_s = [now_s - before_s for now_s, before_s in pairs]
                     log.staleness = staleness_of(strategy)
-                    self._look(step, model, group, clock)
+                    self._look(model, last_round, step, group, clock)
 
-    def _look(self, step: int, model: nn.Module, group: Metered, clock: Clock) -> None:
+    def _look(self, model: nn.Module, last_round: LastRound, step: int, group: Metered, clock: Clock) -> None:
         traffic = group.totals()
         one_sided = [traffic[name].received_bytes for name in _ONE_SIDED if name in traffic]
         snapshot = ModelSnapshot(
@@ -164,6 +197,7 @@ class Trainer:
             sent_bytes=sum(each.sent_bytes for each in traffic.values()),
             received_bytes=sum(one_sided),
             tensors=[tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())],
+            at_round=last_round.parameters,
         )
         self.log.snapshots.append(snapshot)
 

@@ -59,6 +59,8 @@ class ModelSnapshot(msgspec.Struct, kw_only=True):
     """What this worker has sent, and received of what only it asked for, until then (see `Metered`)."""
     tensors: list[torch.Tensor]
     """Parameters, then buffers, in the model's order; copies."""
+    at_round: list[torch.Tensor] = []
+    """Parameters at the end of the last round before; empty where a round has just ended, or none has."""
 
 
 class WorkerLog(msgspec.Struct, kw_only=True):
@@ -102,7 +104,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     """Of the mean of all models."""
     consensus_distance: float
-    """Root mean square, over workers, of the distance of a worker's parameters from the mean of all."""
+    """Root mean square, over workers, of the distance of a worker's parameters from the mean of all, as they
+    were when the last round had ended."""
 
 
 class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -162,6 +162,7 @@ class RunCheckpoints:
         _refuse_shards(session)
         session.settle()
         strategy = session.strategy
+        strategy.status_reporter.doing("saves", is_rare=True)
         strategy.before_saving(session)
         model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
         contents = replace(

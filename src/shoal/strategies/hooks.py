@@ -232,6 +232,8 @@ class LoopHooks:
             self._session.check_lost_peers()
         if self._is_stepping:
             return
+        if not model.training:
+            self._strategy.status_reporter.doing("evaluates")
         self._is_seen = False
         if not self._has_backward:
             return

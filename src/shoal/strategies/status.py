@@ -9,12 +9,14 @@ passed over. With `--track` what was logged in every step goes to a tracker too,
 from __future__ import annotations
 
 import contextlib
+import heapq
 import importlib
 import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from shoal.core.run_options import RunOptions
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group, GroupStats
+from shoal.group.base import WaitListener
 from shoal.group.elastic import elastic_of
 
 log = logging.getLogger(__name__)
 
 _MAX_AWAITED = 8
+_MAX_PEERS = 64
 _MAX_VALUES = 32
 _MAX_NAME = 60
 _SHORTEST_WAIT_S = 1e-3
@@ -55,6 +59,10 @@ class StatusReporter:
         self._tell_s: float | None = None
         """When the launcher is told the step again; None when nobody is."""
         self._waited_s: Sequence[float] = ()
+        self._places: Sequence[int] = ()
+        """Of an elastic run: the numbers of all by rank; elsewhere ranks are places."""
+        self._listening: list[tuple[list[WaitListener], WaitListener]] = []
+        """Where it hears of waits, and by what."""
         self._step = 0
         self._tracker: Any = None
         """A `shoal.integrations.trackers.Tracker`; None when the run is not tracked."""
@@ -92,6 +100,7 @@ class StatusReporter:
             self._due_s = self._noted_s + board.NOTE_S
             self._pin = board.pin(".".join(map(str, (*self._note.who, os.getpid()))))
             self._pin.write(self._note)
+            self._listen()
 
     def stepped(self, step: int) -> None:
         """Reports after a step, if it is time."""
@@ -112,8 +121,37 @@ class StatusReporter:
                 with contextlib.suppress(Exception):
                     self._track()
 
+    def doing(self, phase: board.Phase, waits_for: int | None = None, *, is_rare: bool = False) -> None:
+        """Notes what this worker does instead of steps, if it is time for a note, or `is_rare`."""
+        if self._pin is None or self._note is None:
+            return
+        now_s = self._clock.now_s()
+        with contextlib.suppress(Exception):
+            if now_s >= self._due_s:
+                self._due_s = now_s + board.NOTE_S
+                self._write(self._pin, self._step, now_s, phase, waits_for)
+            elif is_rare:  # too soon for new rates
+                self._note = msgspec.structs.replace(self._note, phase=phase, noted_s=self._clock.wall_s())
+                self._pin.write(self._note)
+
+    def _listen(self) -> None:
+        """Hears of waits from now on, which may last."""
+        group, num_servers = self._group, self._group.num_servers
+
+        def waiting_for_anybody(rank: int | None) -> None:
+            self.doing("waits", None if rank is None or rank < num_servers else rank - num_servers)
+
+        self._listening = [(group.on_wait, partial(self.doing, "waits"))]
+        if group.everybody is not None:
+            self._listening.append((group.everybody.on_wait, waiting_for_anybody))
+        for listeners, listener in self._listening:
+            listeners.append(listener)
+
     def closed(self) -> None:
         """Takes the note back, when the strategy is detached."""
+        for listeners, listener in self._listening:
+            listeners.remove(listener)
+        self._listening = []
         if self._tracker is not None:
             with contextlib.suppress(Exception):
                 self._track()
@@ -197,6 +235,7 @@ class StatusReporter:
         if elastic is not None and elastic.form is not None:
             # ranks change from one generation to the next, and the launcher counts by numbers
             place, generation = elastic.link.number, elastic.form.generation
+            self._places = [each.number for each in elastic.form.places]
         program = sys.argv[0] if sys.argv else ""
         return board.Note(
             run=group.run,
@@ -213,10 +252,18 @@ class StatusReporter:
             began_s=self._began_s,
             program=_plain(Path(program if program not in ("", "-c") else "python").name),
             strategy=self._strategy,
+            phase="starts",
             **self._counted(step, group.stats),
         )
 
-    def _write(self, pin: board.Pin, step: int, now_s: float) -> None:
+    def _write(
+        self,
+        pin: board.Pin,
+        step: int,
+        now_s: float,
+        phase: board.Phase | None = None,
+        waits_for: int | None = None,
+    ) -> None:
         before, stats, passed_s = self._note, self._group.stats, now_s - self._noted_s
         assert before is not None
         gained = [now_s - then_s for now_s, then_s in zip(stats.waited_s, self._waited_s, strict=False)]
@@ -225,16 +272,21 @@ class StatusReporter:
         longest = sorted(waited_s, key=waited_s.__getitem__, reverse=True)[:_MAX_AWAITED]
         counted = self._counted(step, stats)
         num_examples = counted["num_examples"]
+        if phase is None and most is not None and gained[most] >= _SHORTEST_WAIT_S:
+            waits_for = most
         num_new = None if num_examples is None else max(0, num_examples - (before.num_examples or 0))
         self._note = msgspec.structs.replace(
             before,
             **counted,
             steps_per_s=(step - before.step) / passed_s,
             examples_per_s=None if num_new is None else num_new / passed_s,
-            values=_numbers_of(self._values) or before.values,
+            # while a device waits for other workers, to read its memory would be to wait with it
+            values=before.values if phase else _numbers_of(self._values) or before.values,
             waited_s={rank: round(waited_s[rank], 6) for rank in sorted(longest)},
-            wait_share=min(1.0, sum(gained) / passed_s) if gained else None,
-            waits_for=most if most is not None and gained[most] >= _SHORTEST_WAIT_S else None,
+            # a wait is counted when it is over
+            wait_share=1.0 if phase == "waits" else min(1.0, sum(gained) / passed_s) if gained else None,
+            waits_for=waits_for,
+            phase=phase or "",
         )
         self._noted_s, self._waited_s = now_s, list(stats.waited_s)
         pin.write(self._note)
@@ -248,6 +300,16 @@ class StatusReporter:
             "num_examples": kept_loaders(self._group).num_examples if is_worker else None,
             "sent_bytes": stats.sent_bytes,
             "received_bytes": stats.received_bytes,
+            "sent_to": self._by_place(stats.sent_to),
+            "received_from": self._by_place(stats.received_from),
+        }
+
+    def _by_place(self, by_rank: Sequence[int]) -> dict[int, int]:
+        most = heapq.nlargest(_MAX_PEERS, range(len(by_rank)), key=by_rank.__getitem__)
+        return {
+            self._places[rank] if self._places else rank: by_rank[rank]
+            for rank in sorted(most)
+            if by_rank[rank]
         }
 
 

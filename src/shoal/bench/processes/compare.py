@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -117,9 +119,14 @@ def _log(told: StoredLog) -> WorkerLog:
     tensors = load_file(file)
     file.unlink()
     for index, snapshot in enumerate(told.log.snapshots):
-        count = sum(1 for name in tensors if name.startswith(f"{index}."))
-        snapshot.tensors = [tensors[f"{index}.{number}"] for number in range(count)]
+        snapshot.tensors = _numbered(tensors, f"{index}.")
+        snapshot.at_round = _numbered(tensors, f"{index} at round.")
     return told.log
+
+
+def _numbered(tensors: Mapping[str, torch.Tensor], prefix: str) -> list[torch.Tensor]:
+    count = sum(1 for name in tensors if name.startswith(prefix))
+    return [tensors[f"{prefix}{number}"] for number in range(count)]
 
 
 # --- a worker ---
@@ -146,7 +153,10 @@ class RealTrial(Trial, frozen=True, kw_only=True):
 
 
 class StoredLog(msgspec.Struct, frozen=True):
-    """A worker's log without its models, and the file that has them as `SNAPSHOT.TENSOR`."""
+    """A worker's log without its models, and the file that has them.
+
+    Their names are `SNAPSHOT.TENSOR` and, of the last round before it, `SNAPSHOT at round.TENSOR`.
+    """
 
     log: WorkerLog
     file: str
@@ -241,13 +251,13 @@ def _with_servers(world: World) -> Profile:
 
 
 def _told(log: WorkerLog, file: Path) -> dict[str, Any]:
-    tensors = {
-        f"{index}.{number}": tensor
-        for index, snapshot in enumerate(log.snapshots)
-        for number, tensor in enumerate(snapshot.tensors)
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for index, snapshot in enumerate(log.snapshots):
+        for prefix, kept in ((f"{index}.", snapshot.tensors), (f"{index} at round.", snapshot.at_round)):
+            # of several snapshots the last round may be the same, and a file holds no tensor twice
+            tensors |= {f"{prefix}{number}": tensor.clone() for number, tensor in enumerate(kept)}
     save_file(tensors, file)
-    bare = [msgspec.structs.replace(snapshot, tensors=[]) for snapshot in log.snapshots]
+    bare = [msgspec.structs.replace(snapshot, tensors=[], at_round=[]) for snapshot in log.snapshots]
     told = StoredLog(msgspec.structs.replace(log, snapshots=bare), str(file))
     values: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
     return values

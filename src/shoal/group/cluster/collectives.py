@@ -734,7 +734,7 @@ class TorchOperations:
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
         """Collects tensors whose rows may differ in number: all are filled up to the longest."""
         # the others' sizes come later; most often all give alike
-        self.counter.all_gather(tensor.nbytes, tensor.nbytes * (self._size - 1))
+        self.counter.all_gather(tensor.nbytes, dict.fromkeys(range(self._size), tensor.nbytes))
         own = tensor.detach().contiguous()
         own = own.view(1) if own.ndim == 0 else own
         rows = torch.zeros(self._size, dtype=torch.int64, device=tensor.device)

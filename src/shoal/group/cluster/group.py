@@ -36,6 +36,7 @@ from shoal.core import (
     ShoalError,
 )
 from shoal.group.base import (
+    WAIT_HEARD_EVERY_S,
     Group,
     GroupSettings,
     GroupStats,
@@ -43,6 +44,7 @@ from shoal.group.base import (
     Loss,
     Reduction,
     T,
+    WaitListener,
     Window,
     WindowForm,
     check_rank,
@@ -185,6 +187,9 @@ class ClusterGroup(Group):
         self._collectives = Collectives(local, mesh, members, staging, self._torch, choice)
         self._windows = Windows(self)
         mesh.on_change = self._waiter.wake
+        self._waiter.on_wait.append(self._hear_of_wait)
+        self._awaited: int | None = None
+        """Who is waited for, while this worker waits."""
 
     # --- who is there ---
 
@@ -208,15 +213,21 @@ class ClusterGroup(Group):
         The rest is what this worker gave and got inside its machine, where a collective begins and ends, and
         what torch.distributed was asked to move.
         """
-        inside, counter = self.local.stats, self._torch.counter
-        waited = list(self._waited_s)
-        for place, seconds in enumerate(inside.waited_s):
-            waited[self.membership.mates[place]] += seconds
-        return GroupStats(
-            inside.sent_bytes + counter.sent_bytes + sum(self.mesh.sent_bytes.values()),
-            inside.received_bytes + counter.received_bytes + sum(self.mesh.received_bytes.values()),
-            waited,
-        )
+        inside, asked, waited_s = self.local.stats, self._torch.counter, list(self._waited_s)
+        for rank, seconds in zip(self.membership.mates, inside.waited_s, strict=False):
+            waited_s[rank] += seconds
+        sent_to = self._by_rank(asked.sent_to, self.mesh.sent_bytes, inside.sent_to)
+        received_from = self._by_rank(asked.received_from, self.mesh.received_bytes, inside.received_from)
+        return GroupStats(sum(sent_to), sum(received_from), waited_s, sent_to, received_from)
+
+    def _by_rank(
+        self, asked: Sequence[int], between: Mapping[int, int], inside: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Adds bytes that torch was asked for, those between machines, and those inside this one."""
+        total = list(asked)
+        for rank, size_bytes in (*between.items(), *zip(self.membership.mates, inside, strict=False)):
+            total[rank] += size_bytes
+        return tuple(total)
 
     # --- memory ---
 
@@ -360,7 +371,7 @@ class ClusterGroup(Group):
 
         def look() -> bool:
             nonlocal awaited
-            awaited = self._queue.awaited()  # when it is over, that was the last to come
+            self._awaited = awaited = self._queue.awaited()  # when it is over, that was the last to come
             self.progress()
             return is_done()
 
@@ -370,8 +381,15 @@ class ClusterGroup(Group):
         try:
             self._waiter.wait_until(look, deadline, what, whom)
         finally:
+            self._awaited = None
             if awaited is not None:
                 self._waited_s[awaited] += time.perf_counter() - began_s
+
+    def _hear_of_wait(self, place: int | None) -> None:
+        """Passes on that this worker waits: for a member of the group, or one of its machine by its place."""
+        inside = None if place is None else self.membership.mates[place]
+        for hear in self.on_wait:
+            hear(inside if self._awaited is None else self._awaited)
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""
@@ -580,6 +598,7 @@ class _SoloWaiter:
     def __init__(self, rank: int, timeout_s: float | None) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
+        self.on_wait: list[WaitListener] = []
         self._is_woken = threading.Event()  # law: set by the mesh's loop thread, waited for by the caller's
 
     def wait_until(
@@ -589,7 +608,7 @@ class _SoloWaiter:
         if deadline is None and self._timeout_s is not None:
             deadline = Deadline.after(self._timeout_s)
         began_s = time.perf_counter()
-        next_line_s = _LINE_EVERY_S
+        next_line_s, next_call_s = _LINE_EVERY_S, WAIT_HEARD_EVERY_S
         while True:
             self._is_woken.clear()
             if is_done():
@@ -598,6 +617,10 @@ class _SoloWaiter:
             if waited_s < _SPIN_S:
                 time.sleep(0)
                 continue
+            if waited_s > next_call_s:
+                next_call_s += WAIT_HEARD_EVERY_S
+                for hear in self.on_wait:
+                    hear(None)
             is_late = deadline is not None and deadline.is_past
             if is_late or waited_s > next_line_s:
                 name = whom()

@@ -20,7 +20,18 @@ from functools import partial
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError
-from shoal.group.base import GroupSettings, Handle, T, forked, has_left, mismatch, out_of_step, rank_to_blame
+from shoal.group.base import (
+    WAIT_HEARD_EVERY_S,
+    GroupSettings,
+    Handle,
+    T,
+    WaitListener,
+    forked,
+    has_left,
+    mismatch,
+    out_of_step,
+    rank_to_blame,
+)
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import (
     ANNOUNCED,
@@ -115,6 +126,8 @@ class ProgressEngine:
     ) -> None:
         self.should_survive = False
         self.waited_s = [0.0] * size
+        self.on_wait: list[WaitListener] = []
+        """What `Group.on_wait` says."""
         self.issued = 0
         self.culprit: int | None = None
         """The rank, as people know it, without which an operation could not be finished."""
@@ -282,7 +295,7 @@ class ProgressEngine:
         self.blocker = None
         if deadline is None and self._settings.timeout_s is not None:
             deadline = Deadline.after(self._settings.timeout_s)
-        next_line_s = began_s + _LINE_EVERY_S
+        next_line_s, next_call_s = began_s + _LINE_EVERY_S, began_s + WAIT_HEARD_EVERY_S
         try:
             while True:
                 self.progress()
@@ -299,6 +312,10 @@ class ProgressEngine:
                         f"{self._waiting_line(what, now_s - began_s, whom)}: the deadline has passed.",
                         next_step="see what that rank does, or give a longer --peer-timeout.",
                     )
+                if now_s > next_call_s:
+                    next_call_s += WAIT_HEARD_EVERY_S
+                    for hear in self.on_wait:
+                        hear(self.blocker)
                 if now_s > next_line_s:
                     next_line_s += _LINE_EVERY_S
                     log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
@@ -564,23 +581,24 @@ class HostTrafficCounter(TrafficCounter):
 
     def exchange(self, size_bytes: int, weights: Weights) -> None:
         """Counts what goes to and comes from those that the weights name and that are there."""
-        sources = weights.sources
+        sources: Iterable[int] = weights.sources
         destinations = sources if weights.destinations is None else weights.destinations
-        if self._is_complete():
-            self.sent_bytes += size_bytes * len(destinations)
-            self.received_bytes += size_bytes * len(sources)
-        else:
+        if not self._is_complete():
             members = self._engine.members()
-            self.sent_bytes += size_bytes * sum(rank in members for rank in destinations)
-            self.received_bytes += size_bytes * sum(rank in members for rank in sources)
+            destinations = [rank for rank in destinations if rank in members]
+            sources = [rank for rank in sources if rank in members]
+        for rank in destinations:
+            self.sent_to[rank] += size_bytes
+        for rank in sources:
+            self.received_from[rank] += size_bytes
 
     def write(self, size_bytes: int, to: int) -> None:
         """Counts a write into a window of `to`, if it is there."""
         if to != self._rank and (self._is_complete() or to in self._engine.members()):
-            self.sent_bytes += size_bytes
+            self.sent_to[to] += size_bytes
 
-    def _num_members(self) -> int:
-        return self._size if self._is_complete() else max(1, len(self._engine.members()))
+    def _members(self) -> Sequence[int]:
+        return range(self._size) if self._is_complete() else self._engine.members()
 
 
 def _describe(words: Sequence[int]) -> str:

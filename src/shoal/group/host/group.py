@@ -134,6 +134,7 @@ class HostGroup(Group):
         self._devices = DeviceMemory(self, engine, make_device)
         self._on_device = DeviceCollectives(engine, self._devices)
         self._on_host = HostCollectives(engine, arena, stage)
+        engine.on_wait = self.on_wait
         self._counter = HostTrafficCounter(engine)
         self._windows = WindowSet(engine, arena, self._counter, self._devices)
         self._is_open = True
@@ -167,9 +168,7 @@ class HostGroup(Group):
     @property
     def stats(self) -> GroupStats:
         """Bytes as a network without shared memory would have carried them, and waiting."""
-        return GroupStats(
-            self._counter.sent_bytes, self._counter.received_bytes, tuple(self._engine.waited_s)
-        )
+        return self._counter.stats(tuple(self._engine.waited_s))
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
@@ -234,8 +233,8 @@ class HostGroup(Group):
         self._meet(Task([_ALL_GATHER, dtype, width, len(rest), rows, code], learn, must_match=4))
         shapes = {rank: (rows, *rest) for rank, (rows, _) in told.items()}
         codes = {rank: code for rank, (_, code) in told.items()}
-        all_bytes = width * tensor.element_size() * sum(rows for rows, _ in told.values())
-        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
+        row_bytes = width * tensor.element_size()
+        self._counter.all_gather(tensor.nbytes, {rank: row_bytes * rows for rank, (rows, _) in told.items()})
         return self._collectives(tensor).all_gather(tensor, shapes, codes, [_ALL_GATHER, dtype])
 
     def exchange(
@@ -322,9 +321,9 @@ class HostGroup(Group):
     @contextlib.contextmanager
     def _uncounted(self) -> Iterator[None]:
         """Counts nothing of what happens inside: what workers agree on is no data."""
-        counted = self._counter.sent_bytes, self._counter.received_bytes
+        counted = list(self._counter.sent_to), list(self._counter.received_from)
         yield
-        self._counter.sent_bytes, self._counter.received_bytes = counted
+        self._counter.sent_to, self._counter.received_from = counted
 
     def _drop(self) -> None:
         self._engine.drop()

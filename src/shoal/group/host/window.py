@@ -331,7 +331,7 @@ class HostWindow(Window):
         check_rank(peer, self._engine.size)
         snapshot = None if self._engine.is_gone(peer) else self._shared.publications.fetch(peer, self._key)
         if snapshot is not None and peer != self._rank:
-            self._shared.counter.received_bytes += snapshot.tensor.nbytes
+            self._shared.counter.received_from[peer] += snapshot.tensor.nbytes
         return Done(snapshot)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
@@ -376,7 +376,7 @@ class HostWindow(Window):
                 locks.release(lock)
                 self._engine.pipes.wake(peer)
             self._engine.check_own_verdict()
-            self._shared.counter.received_bytes += into.nbytes
+            self._shared.counter.received_from[peer] += into.nbytes
             return [got]
 
         what = f"read {self.name!r} of rank {self._engine.name_of(peer)}"

@@ -132,13 +132,17 @@ class StackedRun:
 
     def run(self) -> list[WorkerLog]:
         """Runs all steps, once, and returns what each worker tells, by rank."""
-        job = self._job
-        kept = {0: self.model.values.clone()}
+        job, has_local_steps = self._job, self._options.local_steps > 1
+        at_round = self.model.values.clone()
+        kept = {0: (at_round, at_round)}
         self._tape.mark()
         for step in range(1, job.steps + 1):
             self._step(step)
-            if step % job.eval_every == 0 or step == job.steps:
-                kept[step] = self.model.values.clone()
+            is_due = step % job.eval_every == 0 or step == job.steps
+            if self._rule.is_round and (is_due or has_local_steps):
+                at_round = self.model.values.clone()
+            if is_due:
+                kept[step] = at_round if self._rule.is_round else self.model.values.clone(), at_round
                 self._tape.mark()
         return self._logs(kept)
 
@@ -157,7 +161,8 @@ class StackedRun:
             if every and rule.rounds % every == 0:
                 rule.average_all()
 
-    def _logs(self, kept: dict[int, torch.Tensor]) -> list[WorkerLog]:
+    def _logs(self, kept: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[WorkerLog]:
+        """Makes the logs from all models by step: as they were then, and when the last round had ended."""
         times = times_of(self._tape, self._world, self._world.addresses())
         logs = []
         for rank in range(self._world.num_workers):
@@ -168,8 +173,9 @@ class StackedRun:
                     sent_bytes=int(self._tape.marked_bytes[mark][rank]),
                     received_bytes=0,
                     tensors=self.model.tensors(values[rank]),
+                    at_round=[] if values is at_round else self.model.tensors(at_round[rank]),
                 )
-                for mark, (step, values) in enumerate(kept.items())
+                for mark, (step, (values, at_round)) in enumerate(kept.items())
             ]
             logs.append(WorkerLog(rank=rank, snapshots=snapshots, waited_s=times.waited_s[rank].tolist()))
         return logs
