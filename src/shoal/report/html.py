@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.core.errors import ReportError, UsageError
 from shoal.core.untrusted import visible, visible_line
-from shoal.report.curves import is_histogram
+from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
 from shoal.report.plots import (
     CONTENDERS,
@@ -48,7 +48,17 @@ from shoal.report.plots import (
     titled,
     wait_plots,
 )
-from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_number, label_of, text
+from shoal.report.schema import (
+    Identity,
+    Report,
+    Row,
+    Scalar,
+    flatten,
+    is_in_virtual_time,
+    is_number,
+    label_of,
+    text,
+)
 from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
@@ -598,8 +608,6 @@ CEILING = "none"
 
 Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
 """The number of the report, and the key."""
-_VIRTUAL = ("compare", "convergence")
-"""Benchmarks whose seconds are computed: a busy machine does not change them."""
 
 
 def glance_tables(shown: Sequence[Shown]) -> str:
@@ -627,7 +635,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
         return ""
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
-    best = best_cells(rows, [item.report.benchmark for item in shown])
+    best = best_cells(rows, [item.report for item in shown])
     scales = {}
     for metric in metrics:
         medians = [
@@ -665,10 +673,10 @@ def _differing(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
 
 
-def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> set[tuple[int, Identity]]:
+def best_cells(rows: Sequence[tuple[int, Row]], reports: Sequence[Report]) -> set[tuple[int, Identity]]:
     """Those that win their contest by more than chance, against those that differ in the contender alone.
 
-    `benchmarks` has the kind of each report. Timings need more starts than what a seed decides.
+    Timings of a real machine need more starts than what a seed decides.
     """
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
@@ -681,11 +689,12 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     best = set()
     for rivals in contests.values():
         index, row = rivals["0"]
-        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and benchmarks[index] not in _VIRTUAL
+        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and not is_in_virtual_time(reports[index])
         lead = lead_of(
             {name: start_medians(rival) for name, (_, rival) in rivals.items()},
             row.direction,
             MIN_TIMED_STARTS if is_timed else MIN_SEEDS,
+            {name: resolution_of(reports[index], rival) for name, (_, rival) in rivals.items()},
         )
         if lead.is_told_apart:
             index, row = rivals[lead.names[0]]
