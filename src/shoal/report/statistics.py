@@ -39,6 +39,12 @@ def known_percentile(samples: Sequence[float], q: float) -> float | None:
     return percentile(samples, q) if is_known(len(samples), q) else None
 
 
+def known_percentiles(samples: Iterable[float], qs: Iterable[int] = PERCENTILES) -> dict[int, float]:
+    """Those of several percentiles for which there are samples enough."""
+    ordered = sorted(samples)
+    return {q: _at(ordered, q) for q in qs if is_known(len(ordered), q)}
+
+
 def _at(ordered: Sequence[float], q: float) -> float:
     if not ordered:
         raise UsageError("no samples, so no percentile")

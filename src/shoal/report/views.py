@@ -250,11 +250,14 @@ def _percentile_table(group: Group, rows: list[RowDiff]) -> Table:
         sides, cells = "", [""] * len(PERCENTILES)
         if row.changes:
             sides = "baseline\ntest\nchange"
-            scale = scale_for(row.baseline.unit, row.changes[0].baseline)
-            cells = [
-                f"{scale.format(change.baseline)}\n{scale.format(change.test)}\n{percent(change.percent)}"
-                for change in row.changes
-            ]
+            scale = scale_for(row.baseline.unit, row.changes[0].baseline or 0.0)
+            cells = []
+            for change in row.changes:
+                sides_of_one = (
+                    "-" if side is None else scale.format(side) for side in (change.baseline, change.test)
+                )
+                is_known = change.baseline is not None and change.test is not None
+                cells.append("\n".join([*sides_of_one, percent(change.percent) if is_known else "-"]))
         table.notes[len(table.rows)] = (verdict_text(row), STYLES[row.verdict])
         table.rows.append((short_label(row.baseline, shared), sides, *cells))
     return table

@@ -24,7 +24,7 @@ from shoal.bench.training import (
 )
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.statistics import MIN_TIMED_STARTS, PERCENTILES, lead_of, percentiles, start_medians
+from shoal.report.statistics import MIN_TIMED_STARTS, known_percentiles, lead_of, start_medians
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
@@ -61,7 +61,7 @@ def summarize_training(report: Report) -> dict[str, Any]:
         "fraction_of_ceiling": {name: round(_median(row), 4) for name, row in fractions.items()},
         "fraction_interval": {name: interval_of(row) for name, row in fractions.items()},
         "seconds_per_iteration": {
-            name: {f"p{q}": round(value, 6) for q, value in zip(PERCENTILES, percentiles(times), strict=True)}
+            name: {f"p{q}": round(value, 6) for q, value in known_percentiles(times).items()}
             for name, times in times_s.items()
         },
     }
@@ -271,8 +271,8 @@ def _strategies(report: Report) -> Table:
     title = f"{what} on {config.get('device', 'cpu')}, batch {config.get('batch_size')} each"
     table = Table(title, (Column("strategy", "left"), *columns))
     errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
-    quantiles = {name: percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
-    scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
+    quantiles = {name: known_percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
+    scale = scale_for("s", max((known[50] for known in quantiles.values()), default=0.0))
     for name in dict.fromkeys((*speeds, *errors)):
         if name in errors:
             table.notes[len(table.rows)] = (f"failed: {errors[name]}", "red")
@@ -280,7 +280,8 @@ def _strategies(report: Report) -> Table:
             table.rows.append((name, *("-" for _ in columns)))
             continue
         cells = [digits(factor * statistics.median(speeds[name].samples)), "-", "-"]
-        cells += [scale.format(value) for value in quantiles[name]]
+        known = quantiles[name]
+        cells += [scale.format(known[q]) if q in known else "-" for q in (50, 95)]
         if name in fractions:
             interval = interval_of(fractions[name])
             cells[1] = f"{statistics.median(fractions[name].samples):.3f}"
