@@ -12,7 +12,7 @@ from report import samples
 from shoal.core.errors import ReportError, UsageError
 from shoal.report import Curve, Report, Row, compare
 from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
-from shoal.report.plots import Shown, group_reports, overview_data, spread_data, thin
+from shoal.report.plots import Shown, bars_data, group_reports, overview_data, spread_data, thin
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -233,6 +233,24 @@ def test_units_are_never_mixed_in_one_chart():
     assert [(group.benchmark, group.metric) for group in groups] == [
         ("transport", "latency"), ("transport", "rate"), ("dht", "latency"),
     ]  # fmt: skip
+
+
+def test_few_samples_are_drawn_themselves_instead_of_percentiles():
+    def drawn(count):
+        (group,) = group_reports(
+            [report(row(1.0), Row(**FIELDS, starts=[[float(one) for one in range(count)]]))]
+        )
+        return overview_data(group)["rows"][1]["series"][0]
+
+    assert drawn(3)["quantiles"] == [None, None, 1.0, None, None]
+    assert drawn(3)["few"] == [0.0, 1.0, 2.0]
+    assert (drawn(4)["quantiles"][:2], drawn(4)["few"]) == ([None, 0.75], [])
+    assert None not in drawn(20)["quantiles"]
+    line = [Row(**FIELDS, starts=[[1.0, 2.0, 3.0]]), None]
+    assert bars_data(line)["reports"] == [[2.0, None, None, None], None]
+
+
+FIELDS = {"key": {"a": 2}, "metric": "latency", "unit": "s", "direction": "lower"}
 
 
 @pytest.mark.usefixtures("plotly")

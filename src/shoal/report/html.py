@@ -573,9 +573,11 @@ def _verdict_cells(row: RowDiff) -> str:
     if not row.changes:
         error = escape(row.test.error or row.baseline.error or "")
         return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
-    scale = scale_for(row.baseline.unit, row.changes[0].baseline)
+    scale = scale_for(row.baseline.unit, row.changes[0].baseline or 0.0)
     cells = "".join(
-        f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
+        '<td class="number">–</td>'
+        if change.baseline is None or change.test is None
+        else f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
         f"{escape(scale.format(change.test))}</span><br>{signed(change.percent)}</td>"
         for change in row.changes
     )
