@@ -3,13 +3,15 @@
     python tools/figures.py [FOLDER]
 
 Six contests: three networks, and data that is divided evenly or by label. Each takes minutes on two cores;
-one whose report is in FOLDER already is not run again.
+one whose report is in FOLDER already is not run again. How long it took is printed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from shoal.simulate.task_facts import facts_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "which-strategy.md"
+DRAWING = ROOT / "docs" / "images" / "home-network.svg"
 BEGIN, END = "<!-- made by `make figures` from here -->", "<!-- to here -->"
+_DIGEST = "<!-- these tables are as they were written: sha256 "
 NETWORKS = {
     "lan": "one room (`lan`)",
     "home": "homes with 20 Mbit/s up (`home`)",
@@ -106,21 +110,43 @@ def details(network: str, split: str, report: Report) -> Iterator[str]:
     yield ""
 
 
+def with_tables(page: str, tables: str) -> str:
+    """The page with these tables between its marks, and their digest, by which a test knows them again."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{tables}\n\n{_mark(tables)}\n{END}{after}"
+
+
+def are_tables_as_written(page: str) -> bool:
+    """Whether the tables of a page are those that `with_tables` put there."""
+    between = page.partition(BEGIN)[2].partition(END)[0]
+    tables, begin, _ = between.strip().rpartition(_DIGEST)
+    return bool(begin) and with_tables(page, tables.strip()) == page
+
+
+def _mark(tables: str) -> str:
+    return f"{_DIGEST}{hashlib.sha256(tables.encode()).hexdigest()[:16]} -->"
+
+
 def main(folder: Path) -> None:
     """Run what is missing, and write the page's tables and the picture."""
+    began_s = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    reports = {(network, split): contest(network, split, folder) for network in NETWORKS for split in SPLITS}
+    reports = {}
+    for network in NETWORKS:
+        for split in SPLITS:
+            reports[network, split] = contest(network, split, folder)
+            print(f"{network}, {split}: after {time.perf_counter() - began_s:.0f} s", flush=True)
     lines = [*summary(reports), "", "## All figures", ""]
     for (network, split), report in reports.items():
         lines += details(network, split, report)
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines).rstrip() + f"\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(with_tables(PAGE.read_text(), "\n".join(lines).rstrip()))
     network, split, title = PICTURE
     report = reports[network, split]
     curves = [curve for curve in report.curves if curve.key.get("strategy") in PICTURED]
     drawing = draw(msgspec.structs.replace(report, curves=curves), None, None, title)
-    (ROOT / "docs" / "images" / "home-network.svg").write_text(drawing)
+    DRAWING.write_text(drawing)
+    print(f"Tables in {PAGE}, picture in {DRAWING}: {(time.perf_counter() - began_s) / 60:.1f} minutes.")
 
 
 if __name__ == "__main__":
