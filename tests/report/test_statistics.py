@@ -181,6 +181,12 @@ def test_samples_that_agree_by_chance_prove_nothing():
     assert not lead_of({"a": [2.5] * 3, **noisy}, "higher", 3).is_told_apart
 
 
+def test_one_that_needs_far_less_is_not_drowned_in_the_noise_of_those_that_need_much():
+    contest = {"a": [0.5, 0.55, 0.6], "b": [5.0, 5.5, 6.0], "c": [5.1, 5.4, 6.1]}
+    assert lead_of(contest, "lower", 3).names == ("a",)
+    assert lead_of({**contest, "d": [0.62, 0.62, 0.62]}, "lower", 3).names == ("a", "d")
+
+
 def test_one_alone_leads_nobody():
     assert not lead_of({"a": [1.0] * 5}, "higher", 3).is_told_apart
 

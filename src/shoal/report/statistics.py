@@ -240,9 +240,9 @@ def lead_of(
 ) -> Lead:
     """Tells who leads by one figure, of which each contender has independent samples, one or more.
 
-    The interval of a mean is `half_interval`. Its deviation is at least the median of all contenders'
-    deviations: a few samples that agree by chance prove nothing. `resolution` says how coarsely a contender
-    was measured. Samples that agree within one step of that may be a step apart, and so may the means of two.
+    The interval of a mean is `half_interval`. Its deviation, as a share of the mean, is at least the median
+    of all contenders': a few samples that agree by chance prove nothing. `resolution` says how coarsely a
+    contender was measured: equal samples may be a step of that apart, and so may the means of two.
     """
     sign = -1 if direction == "higher" else 1
     coarse = dict.fromkeys(samples, 0.0) | dict(resolution or {})
@@ -252,8 +252,14 @@ def lead_of(
     if num_samples < max(2, num_needed):
         everywhere = dict.fromkeys(order, (1, len(order)))
         return Lead(tuple(order), (), (), everywhere, means, num_samples, num_needed)
-    least = percentile([math.sqrt(variance_of(found)) for found in samples.values()], 50)
-    half = {name: half_interval(found, coarse[name], least) for name, found in samples.items()}
+    relative = [
+        math.sqrt(variance_of(found)) / abs(means[name]) if means[name] else 0.0
+        for name, found in samples.items()
+    ]
+    least = percentile(relative, 50)
+    half = {
+        name: half_interval(found, coarse[name], least * abs(means[name])) for name, found in samples.items()
+    }
 
     def is_ahead(one: str, other: str) -> bool:
         step = max(coarse[one], coarse[other]) * (1 + _ROUNDING)
