@@ -187,6 +187,13 @@ def test_one_that_needs_far_less_is_not_drowned_in_the_noise_of_those_that_need_
     assert lead_of({**contest, "d": [0.62, 0.62, 0.62]}, "lower", 3).names == ("a", "d")
 
 
+def test_many_equals_with_many_samples_are_not_told_apart_by_their_number():
+    draws = random.Random(3)
+    contests = [{str(name): [draws.gauss(10, 1) for _ in range(20)] for name in range(17)} for _ in range(60)]
+    leads = [lead_of(contest, "lower", 3) for contest in contests]
+    assert sum(bool(lead.behind or lead.between) for lead in leads) <= 3
+
+
 def test_one_alone_leads_nobody():
     assert not lead_of({"a": [1.0] * 5}, "higher", 3).is_told_apart
 

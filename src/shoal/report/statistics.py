@@ -242,7 +242,8 @@ def lead_of(
 
     The interval of a mean is `half_interval`. Its deviation, as a share of the mean, is at least the median
     of all contenders': a few samples that agree by chance prove nothing. `resolution` says how coarsely a
-    contender was measured: equal samples may be a step of that apart, and so may the means of two.
+    contender was measured: equal samples may be a step of that apart, and so may the means of two. Where
+    many contenders with many samples make some pair differ by chance, intervals are wider (`_t_of_pairs`).
     """
     sign = -1 if direction == "higher" else 1
     coarse = dict.fromkeys(samples, 0.0) | dict(resolution or {})
@@ -257,8 +258,11 @@ def lead_of(
         for name, found in samples.items()
     ]
     least = percentile(relative, 50)
+    of_pairs = _t_of_pairs([len(found) for found in samples.values()])
     half = {
-        name: half_interval(found, coarse[name], least * abs(means[name])) for name, found in samples.items()
+        name: half_interval(found, coarse[name], least * abs(means[name]))
+        * max(1.0, of_pairs / t_quantile(_TAIL, len(found) - 1))
+        for name, found in samples.items()
     }
 
     def is_ahead(one: str, other: str) -> bool:
@@ -287,6 +291,16 @@ def half_interval(samples: Sequence[float], resolution: float = 0.0, least_devia
         return math.inf
     deviation = max(math.sqrt(variance_of(samples)), least_deviation, resolution / _EVENLY)
     return t_quantile(_TAIL, len(samples) - 1) * deviation / math.sqrt(len(samples))
+
+
+def _t_of_pairs(counts: Sequence[int]) -> float:
+    """The t of an interval with which no two of all contenders' intervals are apart by chance alone.
+
+    Bonferroni over the pairs, with the degrees of freedom of all samples together. Two means differ by the
+    root of two errors of one, and two intervals that just touch by twice one's half: hence the root.
+    """
+    num_pairs = max(1, len(counts) * (len(counts) - 1) // 2)
+    return t_quantile(_TAIL / num_pairs, sum(counts) - len(counts)) / math.sqrt(2)
 
 
 # --- Student's t ---
