@@ -31,7 +31,7 @@ demo: setup
 	$(BIN)/shoal report $(DEMO)/5-home-network.json -o $(DEMO)/home-network.html --picture home-network.svg \
 		--title "Four workers behind simulated 20 Mbit/s lines learn to read digits" > /dev/null
 	@echo "Open report.html in a browser: $(CURDIR)/report.html"
-	@echo "The picture of the README, drawn from this run: $(CURDIR)/home-network.svg"
+	@echo "Accuracy over time in the last of them, as a picture: $(CURDIR)/home-network.svg"
 
 test: setup
 	$(BIN)/python tools/halves.py -m "not slow"

@@ -86,14 +86,19 @@ def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
 def test_who_reached_the_target_in_some_starts_only_is_not_the_first():
     rows = [*finals("all-reduce", [0.97, 0.95], [2.0, 4.0]), *finals("pair", [0.93, 0.80], [1.0])]
     told = report(rows)
-    assert headline(told)[0] == "iid: seconds to 90 %: all-reduce, 3.00 s."
+    few = "(2 runs of each cannot tell, 5 may)"
+    assert headline(told)[0] == (
+        f"iid: seconds to 90 %: all-reduce, 3.00 s, in 2 of 2 runs; pair in fewer {few}."
+    )
     assert "pair" not in summarize_accuracy(told)["seconds_to_target"]["iid"]
     assert "in 1 of 2" in text_of(told)
 
 
 def test_when_nobody_reaches_the_target_it_says_so():
     told = report([*finals("all-reduce", [0.8, 0.8]), *finals("pair", [0.8, 0.8])])
-    assert headline(told)[0] == "iid: nobody reached 90 % in every start."
+    assert headline(told)[0] == "iid: nobody reached 90 % with every seed."
+    one = report([*finals("all-reduce", [0.8])], num_starts=1)
+    assert headline(one)[0] == "iid: nobody reached 90 % with the one seed of this run."
     assert headline(told)[1].startswith(
         "iid: accuracy at the end: all-reduce and pair are not told apart, 80.0 %"
     )
@@ -145,6 +150,28 @@ def test_a_trick_is_judged_by_the_same_seeds():
     )
     assert "+1.5 (+1.0 to +2.0)" in text_of(told)
     assert "One of 360 test examples is 0.278 points." in text_of(told)
+
+
+def test_a_trick_is_named_where_its_change_is_more_than_chance_among_all_tricks():
+    base = [0.90, 0.91, 0.92, 0.90, 0.91]
+    told = tricks_report(
+        **{
+            "atc": base,
+            "atc+average": [accuracy + 0.02 for accuracy in base],
+            "atc+decay": [0.91, 0.90, 0.92, 0.91, 0.90],
+        }
+    )
+    told = msgspec.structs.replace(told, seeds=[0, 1, 2, 3, 4])
+    assert headline(told)[-1] == (
+        "iid: changed the final accuracy by more than chance: atc+average by +2.0 (+2.0 to +2.0) points."
+    )
+
+
+def test_one_evaluation_apart_is_not_seen():
+    rows = [*finals("all-reduce", [0.9] * 5, [2.0] * 5), *finals("pair", [0.9] * 5, [3.0] * 5)]
+    apart = [curve(name, value=[0.1, 0.5, 0.9], s=[0.0, 1.0, 2.0]) for name in ("all-reduce", "pair")]
+    assert headline(report(rows, num_starts=5))[0].endswith("all-reduce, 2.00 s; then pair, 3.00 s.")
+    assert "not told apart" in headline(report(rows, apart, num_starts=5))[0]
 
 
 def test_a_trick_that_lacks_a_start_is_not_judged():

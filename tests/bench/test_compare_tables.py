@@ -45,7 +45,59 @@ def test_the_tables_show_figures_rankings_and_why_not(race):
     assert "3.00" in row
     assert "1.00 kB" in row
     assert any(line.startswith("pair, not reached: 1 of 2") for line in lines)
-    assert any(line.split()[:3] == ["1", "all-reduce", "2.00"] for line in lines)
+    assert any(line.split()[:3] == ["all-reduce", "2.00", "s"] for line in lines)  # two seeds: no places
+    assert any("in no order, 3 may tell one" in line for line in lines)
+
+
+def test_places_are_those_that_the_seeds_leave_open():
+    config = config_of("all-reduce", "neighbor", "pair", seeds=(1, 2, 3))
+    runs = {
+        "all-reduce": [record_of(0.1, *[0.5] * late, 0.9) for late in (9, 10, 11)],
+        "neighbor": [record_of(0.1, *[0.5] * late, 0.9) for late in (1, 2, 3)],
+        "pair": [record_of(0.1, *[0.5] * late, 0.9) for late in (10, 9, 12)],
+    }
+    lines = shown(compare_items(report_of(runs, config)))
+    rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["2-3"])]
+    assert [row[:2] for row in rows] == [["1", "neighbor"], ["2-3", "all-reduce"], ["2-3", "pair"]]
+    assert rows[0][2:5] == ["3.00", "s", "±83"]
+
+
+def test_one_evaluation_apart_is_not_told_apart():
+    runs = {
+        "all-reduce": [record_of(0.1, 0.5, 0.5, 0.9)] * 3,
+        "pair": [record_of(0.1, 0.5, 0.5, 0.5, 0.9)] * 3,
+        "window": [record_of(0.1, *[0.5] * 30, 0.9)] * 3,
+    }
+    sentences = headline(report_of(runs, config_of(*runs, seeds=(1, 2, 3))))
+    assert [sentence.split(": ")[0] for sentence in sentences[:3]] == [
+        f"By {what} to 80 %" for what in ("seconds", "bytes", "steps")
+    ]
+    for sentence in sentences[:3]:
+        assert "all-reduce and pair are not told apart" in sentence
+        assert "behind them window" in sentence
+
+
+def test_seconds_of_a_real_machine_need_more_seeds():
+    runs = {"all-reduce": [record_of(0.1, 0.9)] * 3, "pair": [record_of(0.1, *[0.5] * 30, 0.9)] * 3}
+    virtual, real = (config_of(*runs, seeds=(1, 2, 3), is_real=is_real) for is_real in (False, True))
+    assert headline(report_of(runs, virtual))[0].startswith("By seconds to 80 %: all-reduce, 1.00 s; then")
+    told = headline(report_of(runs, real))
+    assert "(3 runs of each cannot tell, 5 may)" in told[0]
+    assert told[1].startswith("By bytes to 80 %: all-reduce, 1.00 kB; then pair")
+
+
+def test_the_only_one_that_arrives_has_not_won():
+    runs = {
+        "all-reduce": [record_of(0.1, 0.9)] * 3,
+        "pair": [record_of(0.1, 0.9)] * 2 + [record_of(0.1, 0.2)],
+    }
+    sentences = headline(report_of(runs, config_of(*runs, seeds=(1, 2, 3))))
+    assert sentences[0] == "By seconds to 80 %: all-reduce, 1.00 s, in 3 of 3 runs; pair in fewer."
+    runs = {"all-reduce": [record_of(0.1, 0.9)], "pair": [record_of(0.1, 0.2)]}
+    sentences = headline(report_of(runs, config_of(*runs, seeds=(1,))))
+    few = "(one run of each cannot tell, 3 may)"
+    assert sentences[0] == f"By seconds to 80 %: all-reduce, 1.00 s, in 1 of 1 run; pair in fewer {few}."
+    assert sentences[-1].startswith("pair did not reach 80 % with the one seed of this run: ")
 
 
 def test_a_contender_that_failed_is_named():
@@ -82,7 +134,7 @@ def test_distances_are_no_percentages():
     config = config_of("all-reduce", task="quadratic", target=1.5)
     records = [record_of(9.0, 2.0, value, task="quadratic") for value in (1.0, 1.2)]
     report = report_of({"all-reduce": records}, config)
-    assert headline(report)[0] == "By seconds to 1.5: all-reduce, 2.00 s."
+    assert headline(report)[0] == "By seconds to 1.5: all-reduce, 2.00 s (2 runs)."
     assert summarize_compare(report)["final_distance"] == {"all-reduce": 1.1}
     (row,) = [line for line in shown(compare_items(report)) if line.startswith("all-reduce")]
     assert "1.10 ±0.1" in row
@@ -121,7 +173,7 @@ def test_the_headline_names_the_first_ties_and_who_is_missing(race):
     assert sentences[3].startswith(
         "At the end: all-reduce, neighbor and pair are not told apart, 90.0 % to 77.5 %"
     )
-    assert sentences[4].startswith("pair did not reach 80 %: 1 of 2: still improving")
+    assert sentences[4].startswith("pair did not reach 80 % with every seed: 1 of 2: still improving")
 
 
 def test_many_that_are_missing_share_a_sentence():

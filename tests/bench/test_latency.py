@@ -282,7 +282,7 @@ RATES = {
 }
 
 
-def report(rates, errors=(), config=CONFIG_SUMMARY):
+def report(rates, errors=(), config=CONFIG_SUMMARY, num_starts=5):
     points = [
         LatencyPoint(
             method=method, passes="forward", ping_s=ping_s, latency_s=[0.5, 0.7], samples_per_s=samples
@@ -296,7 +296,7 @@ def report(rates, errors=(), config=CONFIG_SUMMARY):
     rows = []
     for measured in (row for point in points for row in point.rows()):
         fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction", "error")}
-        rows.append(Row(**fields, starts=[] if measured.error else [measured.samples]))
+        rows.append(Row(**fields, starts=[] if measured.error else [measured.samples] * num_starts))
     made = Report(
         benchmark="latency",
         created="2026-01-01T00:00:00+00:00",
@@ -317,12 +317,24 @@ def test_what_is_kept_at_the_longest_ping():
     assert not any("-j" in sentence for sentence in others)
 
 
+def test_from_one_start_nobody_is_said_to_do_more():
+    told = report(RATES, num_starts=1).result["headline"]
+    assert told[0].startswith("In 1 run, with a mean delay of 50.0 ms at every layer, 8 clients")
+    assert told[-1] == (
+        "There, in samples a second: expert servers and model parallelism are not told apart, 380 to 8.00 "
+        "(one run of each cannot tell, 5 may)."
+    )
+    assert report(RATES).result["headline"][-1] == (
+        "There, expert servers do 47.5 times as many samples a second."
+    )
+
+
 def test_without_a_ping_nothing_is_kept():
     config = msgspec.structs.replace(CONFIG_SUMMARY, max_ping_s=0.0, jobs=1)
     made = report({key: rates for key, rates in RATES.items() if not key[1]}, config=config)
     assert not any("kept" in name or "max_ping" in name for name in made.result if name != "max_ping_s")
     assert made.result["headline"] == [
-        "Without delay, expert servers do 0.500 times as many samples a second."
+        "Without delay, model parallelism does 2.00 times as many samples a second."
     ]
     lines = [item for item in latency_items(made) if isinstance(item, str)]
     assert sum(line.startswith(("slow", "ours")) for line in lines) == 2
@@ -342,7 +354,7 @@ def test_who_has_too_few_clients_is_told_so():
 
 
 def test_lines_have_mean_and_sample_deviation():
-    lines = [item for item in latency_items(report(RATES)) if isinstance(item, str)]
+    lines = [item for item in latency_items(report(RATES, num_starts=1)) if isinstance(item, str)]
     (fast,) = [line for line in lines if line.startswith("fast")]
     expected = "fast ping 0.0000 s latency 0.6000 ± 0.141 s throughput 1,001 ± 1.41 samples/s"
     assert " ".join(fast.split()) == expected

@@ -88,7 +88,8 @@ def test_hivemind_is_measured_in_an_interpreter_of_its_own(tmp_path):
     result = summarize_swarm(report_of(told))
     assert result["hivemind_same_bits"] is True
     assert result["hivemind_round_s"] >= 0.01  # it is rounded
-    assert result["hivemind_after_kill_max_s"] == result["hivemind_after_kill_p95_s"]
+    assert result["hivemind_after_kill_max_s"] > 0
+    assert "hivemind_after_kill_p95_s" not in result  # of one kill
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_processes_survive_a_kill_and_a_stop(is_plain):
     assert result["hung"] == 0
     assert result["kills"] == 3
     assert result["stops"] == 1
-    assert 0 < result["after_kill_p95_s"] <= result["after_kill_max_s"] < 30
+    assert 0 < result["after_kill_max_s"] < 30
     assert 0 < result["after_stop_max_s"] < 30
     assert result["join_mb_s"] > 0
     # parts to two others and averages back, a little more than the parameters for each of three

@@ -43,7 +43,8 @@ def test_who_is_there_and_what_they_hold(tmp_path):
         result = last_line(done.stdout)
         assert (result["num_peers"], result["num_silent"], result["num_records"]) == (2, 0, 2)
         assert (result["estimated_size"], result["num_swarms"]) == (2, 1)
-        assert 0 < result["round_trip_p50_ms"] <= result["round_trip_p95_ms"]
+        assert result["round_trip_p50_ms"] > 0
+        assert "round_trip_p95_ms" not in result  # of two peers
         assert result["versions"] == {__version__: 2}
         document = json.loads((tmp_path / "status.json").read_text())
         assert document["result"] == result

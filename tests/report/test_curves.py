@@ -12,6 +12,7 @@ from shoal.report.curves import (
     class_width,
     histogram_of,
     is_histogram,
+    resolution_of,
 )
 from shoal.report.html import chapter
 from shoal.report.plots import PageFigures, Shown, histogram_plots
@@ -29,6 +30,26 @@ def test_equal_starts_are_averaged_point_by_point_on_every_axis():
     assert (line.x, line.mean) == ([0.0, 15.0], [0.25, 1.5])
     assert (line.low, line.high) == ([0.0, 1.0], [0.5, 2.0])
     assert line.has_band
+
+
+def test_a_figure_is_as_coarse_as_the_curve_or_the_result_says():
+    key = {"strategy": "pair"}
+    course = Curve(
+        key=key,
+        metric="accuracy",
+        unit="",
+        direction="higher",
+        starts=[{"value": [0.1, 0.5, 0.9], "s": [0.0, 1.0, 4.0], "step": [0.0, 5.0, 10.0]}],
+    )
+    found = samples.report("compare", curves=[course], result={"resolution": {"final_accuracy": 0.01}})
+
+    def step_of(metric, **of):
+        return resolution_of(found, samples.row({**key, **of}, metric, "", "lower", [[1.0]]))
+
+    assert (step_of("seconds_to_target"), step_of("steps_to_target")) == (2.0, 5.0)
+    assert step_of("final_accuracy") == 0.01
+    assert step_of("bytes_to_target") == step_of("worst_final_accuracy") == 0.0
+    assert step_of("seconds_to_target", strategy="window") == 0.0
 
 
 def test_starts_of_other_lengths_are_read_where_all_reach():

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from shoal.core.errors import NotComparable, UsageError
 from shoal.report import Code, Report, Row, RowVerdict, compare
 from shoal.report.diff import JUDGED, check_gate, holm, judge, parse_limit, starts_needed
+from shoal.report.tables import Table
+from shoal.report.views import diff_items
 
 
 def row(key=None, starts=None, **fields):
@@ -34,13 +36,24 @@ def test_rows_pair_by_key_and_metric_not_by_position():
 
 
 def test_all_four_percentiles_change_with_the_sign_of_their_direction():
-    slow = compare(report(row(starts=[[1.0, 2.0, 3.0]])), report(row(starts=[[2.0, 4.0, 6.0]])))
+    samples = [float(number) for number in range(1, 21)]
+    doubled = [2 * sample for sample in samples]
+    slow = compare(report(row(starts=[samples])), report(row(starts=[doubled])))
     assert [(change.q, change.percent) for change in slow.rows[0].changes] == [
         (q, -100) for q in (50, 75, 90, 95)
     ]
     rate = {"direction": "higher", "unit": "1/s"}
     fast = compare(report(row(starts=[[10.0]], **rate)), report(row(starts=[[11.0]], **rate)))
     assert fast.rows[0].changes[0].percent == pytest.approx(10)
+
+
+def test_percentiles_of_too_few_samples_are_not_there():
+    few = compare(report(row(starts=[[1.0, 2.0, 3.0]])), report(row(starts=[[2.0] * 20])))
+    first, *others = few.rows[0].changes
+    assert (first.baseline, first.test, first.percent) == (2.0, 2.0, 0)
+    assert [(change.baseline, change.test, change.percent) for change in others] == [(None, 2.0, None)] * 3
+    (table,) = [item for item in diff_items(few) if isinstance(item, Table) and item.title]
+    assert [cell.split("\n")[0] for cell in table.rows[0][3:]] == ["-"] * 3
 
 
 @pytest.mark.parametrize(

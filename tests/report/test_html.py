@@ -12,7 +12,7 @@ from report import samples
 from shoal.core.errors import ReportError, UsageError
 from shoal.report import Curve, Report, Row, compare
 from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
-from shoal.report.plots import Shown, group_reports, overview_data, spread_data, thin
+from shoal.report.plots import Shown, bars_data, group_reports, overview_data, spread_data, thin
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -235,6 +235,24 @@ def test_units_are_never_mixed_in_one_chart():
     ]  # fmt: skip
 
 
+def test_few_samples_are_drawn_themselves_instead_of_percentiles():
+    def drawn(count):
+        (group,) = group_reports(
+            [report(row(1.0), Row(**FIELDS, starts=[[float(one) for one in range(count)]]))]
+        )
+        return overview_data(group)["rows"][1]["series"][0]
+
+    assert drawn(3)["quantiles"] == [None, None, 1.0, None, None]
+    assert drawn(3)["few"] == [0.0, 1.0, 2.0]
+    assert (drawn(4)["quantiles"][:2], drawn(4)["few"]) == ([None, 0.75], [])
+    assert None not in drawn(20)["quantiles"]
+    line = [Row(**FIELDS, starts=[[1.0, 2.0, 3.0]]), None]
+    assert bars_data(line)["reports"] == [[2.0, None, None, None], None]
+
+
+FIELDS = {"key": {"a": 2}, "metric": "latency", "unit": "s", "direction": "lower"}
+
+
 @pytest.mark.usefixtures("plotly")
 @pytest.mark.parametrize(("seconds", "is_log"), [(1e-3, False), (1.0, True), (0.0, False)])
 def test_far_apart_rows_get_a_logarithmic_axis_where_there_is_one(seconds, is_log):
@@ -283,7 +301,7 @@ def speed(value, spread=0.0, metric="speed", direction="higher", **key):
 
 
 def places(*rows):
-    best = best_cells([(0, row) for row in rows], ["training"])
+    best = best_cells([(0, row) for row in rows], [samples.training()])
     return ["best" if (0, row.identity) in best else None for row in rows]
 
 
@@ -302,6 +320,34 @@ def test_nobody_is_best_where_noise_or_few_starts_may_have_decided():
     assert places(rows[0], rows[2]) == ["best", None]
     few = [samples.row(row.key, row.metric, row.unit, row.direction, row.starts[:4]) for row in rows]
     assert places(few[0], few[2]) == [None, None]
+
+
+def test_real_seconds_need_more_starts_than_computed_ones_and_evaluations_are_apart():
+    def best_of(apart_s, **config):
+        rows = [
+            samples.row({"strategy": name}, "seconds_to_target", "s", "lower", [[second]] * 3)
+            for name, second in (("x", 2.0), ("y", 3.0))
+        ]
+        curves = [
+            Curve(
+                key=row.key,
+                metric="accuracy",
+                unit="",
+                direction="higher",
+                starts=[{"value": [0.1, 0.9], "s": [0.0, apart_s]}],
+            )
+            for row in rows
+        ]
+        told = samples.report("compare", rows, curves=curves, config=config)
+        return [
+            row.key["strategy"]
+            for row in rows
+            if (0, row.identity) in best_cells([(0, r) for r in rows], [told])
+        ]
+
+    assert best_of(0.1) == ["x"]
+    assert best_of(1.0) == []
+    assert best_of(0.1, is_real=True) == []
 
 
 def test_the_ceiling_and_equals_win_nothing():
@@ -337,4 +383,4 @@ def test_what_is_called_none_competes_unless_it_is_who_competes():
         )
 
     rows = [row("none", 300.0), row("fp16", 200.0)]
-    assert best_cells([(0, each) for each in rows], ["training"]) == {(0, rows[0].identity)}
+    assert best_cells([(0, each) for each in rows], [samples.training()]) == {(0, rows[0].identity)}

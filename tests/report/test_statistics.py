@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import UsageError
 from shoal.report import Row, noise_floor, percentile, percentiles, summarize
-from shoal.report.statistics import change_percent, lead_of, start_medians, t_quantile, t_survival
+from shoal.report.statistics import (
+    change_percent,
+    half_interval,
+    known_percentile,
+    lead_of,
+    start_medians,
+    t_quantile,
+    t_survival,
+)
 
 samples = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40)
 
@@ -173,8 +181,59 @@ def test_samples_that_agree_by_chance_prove_nothing():
     assert not lead_of({"a": [2.5] * 3, **noisy}, "higher", 3).is_told_apart
 
 
+def test_one_that_needs_far_less_is_not_drowned_in_the_noise_of_those_that_need_much():
+    contest = {"a": [0.5, 0.55, 0.6], "b": [5.0, 5.5, 6.0], "c": [5.1, 5.4, 6.1]}
+    assert lead_of(contest, "lower", 3).names == ("a",)
+    assert lead_of({**contest, "d": [0.62, 0.62, 0.62]}, "lower", 3).names == ("a", "d")
+
+
+def test_many_equals_with_many_samples_are_not_told_apart_by_their_number():
+    draws = random.Random(3)
+    contests = [{str(name): [draws.gauss(10, 1) for _ in range(20)] for name in range(17)} for _ in range(60)]
+    leads = [lead_of(contest, "lower", 3) for contest in contests]
+    assert sum(bool(lead.behind or lead.between) for lead in leads) <= 3
+
+
 def test_one_alone_leads_nobody():
     assert not lead_of({"a": [1.0] * 5}, "higher", 3).is_told_apart
+
+
+def test_what_is_one_evaluation_apart_is_not_seen_however_constant_it_is():
+    steps = {"a": [40.0] * 3, "b": [45.0] * 3}
+    assert lead_of(steps, "lower", 3).is_told_apart
+    assert not lead_of(steps, "lower", 3, {"a": 5.0, "b": 5.0}).is_told_apart
+    many = {"a": [40.0] * 30, "b": [45.0] * 30}
+    assert not lead_of(many, "lower", 3, {"a": 5.0, "b": 5.0}).is_told_apart
+    assert lead_of({**many, "b": [50.0] * 30}, "lower", 3, {"a": 5.0, "b": 5.0}).is_told_apart
+    assert lead_of(many, "lower", 3, {"a": 1.0, "b": 1.0}).is_told_apart
+
+
+def test_behind_are_only_those_that_are_worse_than_every_leader():
+    contest = {"a": around(1.0, 0.05), "b": around(1.2, 0.05), "c": around(1.3, 0.05), "d": around(3, 0.05)}
+    lead = lead_of(contest, "lower", 3)
+    assert (lead.names, lead.between, lead.behind) == (("a", "b"), ("c",), ("d",))
+    assert lead.places == {"a": (1, 2), "b": (1, 3), "c": (2, 3), "d": (4, 4)}
+
+
+def around(mean, deviation):
+    return [mean - deviation, mean, mean + deviation]
+
+
+def test_few_samples_leave_every_place_open():
+    assert lead_of({"a": [1.0], "b": [9.0]}, "lower", 3).places == {"a": (1, 2), "b": (1, 2)}
+
+
+def test_half_an_interval_is_students():
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert half_interval([2.0, 2.0, 2.0], least_deviation=1.0) == half_interval([1.0, 2.0, 3.0])
+    assert half_interval([1.0]) == math.inf
+
+
+def test_percentiles_need_a_sample_beyond_them():
+    for count, q in ((1, 50), (4, 75), (4, 25), (20, 95), (20, 5), (100, 99)):
+        assert known_percentile([3.0] * count, q) == 3.0
+    for count, q in ((0, 50), (3, 75), (3, 25), (19, 95), (19, 5), (99, 99)):
+        assert known_percentile([3.0] * count, q) is None
 
 
 def test_equal_contenders_are_told_apart_in_few_of_many_contests():

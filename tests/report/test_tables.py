@@ -191,4 +191,14 @@ def test_a_table_has_rules_units_and_the_best_in_bold():
 
 def test_who_is_alone_has_not_won():
     assert "mathbf" not in latex_table(["a"], [LatexColumn("x", "", "higher", [[1.0]])], "")
+
+
+def test_no_winner_is_marked_that_was_measured_too_coarsely_or_too_seldom():
+    def marked(**how):
+        column = LatexColumn("time", "s", "lower", [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], **how)
+        return "mathbf" in latex_table(["a", "b"], [column], "")
+
+    assert marked()
+    assert not marked(resolution=[1.0, 1.0])
+    assert not marked(num_needed=5)
     assert "mathbf" not in latex_table(["a", "b"], [LatexColumn("x", "", None, [[1.0], [2.0]])], "")

@@ -44,7 +44,7 @@ from shoal.doctor.machine import describe_machine
 from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.statistics import PERCENTILES, percentiles
+from shoal.report.statistics import PERCENTILES, known_percentiles, percentiles
 from shoal.report.units import counted, digits
 from shoal.report.views import Items
 
@@ -549,7 +549,7 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for row in rows_of(report, SECONDS):
         batch_size = int(row.key["batch_size"])
-        figures = dict(zip((f"p{q}" for q in PERCENTILES), percentiles(row.samples), strict=True))
+        figures = {f"p{q}": value for q, value in known_percentiles(row.samples).items()}
         models.setdefault(str(row.key["model"]), {})[str(row.key["label"])] = {
             "num_ranks": row.key["num_ranks"],
             "sec_per_iter": {name: round(value, 6) for name, value in figures.items()},

@@ -30,7 +30,7 @@ from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
-from shoal.report.statistics import percentiles
+from shoal.report.statistics import known_percentiles
 from shoal.report.units import counted, rounded
 from shoal.report.views import Items, title_line
 
@@ -625,7 +625,7 @@ def _figures(start: Start) -> dict[str, float]:
     for kind, prefix in (("forward", ""), ("backward", "backward_")):
         latencies_s = start.get(f"{kind}_latency", [])
         if latencies_s:
-            for q, value_s in zip(_PERCENTILES, percentiles(latencies_s, _PERCENTILES), strict=True):
+            for q, value_s in known_percentiles(latencies_s, _PERCENTILES).items():
                 figures[f"{prefix}p{q}_ms"] = 1e3 * value_s
     figures["server_processes"] = start["server_processes"][0]
     if rss_bytes := start.get("server_rss"):
@@ -677,7 +677,8 @@ def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
         )
     for kind, prefix in (("forward", ""), ("backward", "backward_")):
         if f"{prefix}p50_ms" in figures:
-            some = ", ".join(f"p{q} {figures[f'{prefix}p{q}_ms']:.4g}" for q in _PERCENTILES)
+            known = [q for q in _PERCENTILES if f"{prefix}p{q}_ms" in figures]
+            some = ", ".join(f"p{q} {figures[f'{prefix}p{q}_ms']:.4g}" for q in known)
             yield f"Latency of a {kind} call (ms): {some}"
     yield f"Failed calls: {figures['failed_calls']:,.0f} of {config.num_calls:,}"
     yield f"Total time: {figures['total_s']:.3f} s"

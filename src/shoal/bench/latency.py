@@ -33,8 +33,9 @@ from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, gpus, memory
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
+from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of, start_medians
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, headline, title_line
+from shoal.report.views import Items, contest_line, headline, title_line
 from shoal.report.words import METRICS
 
 # --- what it is told ---
@@ -539,6 +540,7 @@ def _values(answer: dict[str, Any]) -> list[float]:
 # --- what it prints ---
 
 _FORWARD: Passes = "forward"
+_NAMES: dict[Method, str] = {"ours": "expert servers", "slow": "model parallelism"}
 _KEPT = 0.8  # of the throughput: less has a reason worth telling
 _NO_SPREAD = 1e-9
 
@@ -556,7 +558,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
         "is_virtual": config.is_virtual,
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}
-    result["headline"] = _sentences(result, config)
+    result["headline"] = _sentences(result, config, report)
     return with_failed(report, result)
 
 
@@ -590,15 +592,18 @@ def _row(report: Report, metric: str, method: Method, passes: Passes, ping_s: fl
     return next((row for row in rows_of(report, metric) if row.key == key), None)
 
 
-def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
+def _sentences(result: dict[str, Any], config: LatencyConfig, report: Report) -> list[str]:
     last_s = config.pings_s[-1]
-    ping = f"a mean delay of {digits(1e3 * last_s)} ms at every layer"
+    needed = MIN_SEEDS if config.is_virtual else MIN_TIMED_STARTS
+    rows = {name: _row(report, "throughput", method, _FORWARD, last_s) for method, name in _NAMES.items()}
+    starts = {name: start_medians(row) for name, row in rows.items() if row is not None}
+    num_starts = min(map(len, starts.values()), default=0)
+    begin = "With" if num_starts >= needed else f"In {counted(num_starts, 'run')}, with"
+    ping = f"{begin} a mean delay of {digits(1e3 * last_s)} ms at every layer"
     sentences = []
     if "ours_kept" in result:
         who = f"{counted(config.jobs, 'client')} of expert servers {'keeps' if config.jobs == 1 else 'keep'}"
-        sentences.append(
-            f"With {ping}, {who} {100 * result['ours_kept']:.0f} % of the throughput without delay."
-        )
+        sentences.append(f"{ping}, {who} {100 * result['ours_kept']:.0f} % of the throughput without delay.")
         if result["ours_kept"] < _KEPT and result["ours_throughput_max_ping"] > _limit(config) / 2:
             sentences.append(
                 f"A batch waits {digits(_waits_s(config))} s on its way, so that "
@@ -607,10 +612,17 @@ def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
             )
     if "slow_kept" in result:
         kept = digits(100 * result["slow_kept"], 2)
-        sentences.append(f"With {ping}, model parallelism keeps {kept} % of its throughput.")
+        sentences.append(f"{ping}, model parallelism keeps {kept} % of its throughput.")
     if "ours_over_slow" in result:
-        where, times = "There" if last_s else "Without delay", digits(result["ours_over_slow"])
-        sentences.append(f"{where}, expert servers do {times} times as many samples a second.")
+        lead = lead_of(starts, "higher", needed)
+        where, times = "There" if last_s else "Without delay", result["ours_over_slow"]
+        if not lead.is_told_apart:
+            sentences.append(contest_line(f"{where}, in samples a second", lead, digits))
+        elif times > 1:
+            sentences.append(f"{where}, expert servers do {digits(times)} times as many samples a second.")
+        else:
+            times = digits(1 / times)
+            sentences.append(f"{where}, model parallelism does {times} times as many samples a second.")
     if config.is_virtual and sentences:
         sentences.append(
             f"Simulated: {digits(config.compute_ms)} ms for a batch in a block, forward; bytes take no time."

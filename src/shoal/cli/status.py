@@ -20,7 +20,7 @@ from shoal.cli.output import JsonFile, text_stream, write_json
 from shoal.cli.top_view import Shot, View, swarm_metrics
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
-from shoal.report.statistics import percentiles
+from shoal.report.statistics import known_percentiles, percentiles
 from shoal.report.tables import WIDTH, Column, Table, show, tell_result, wrap
 from shoal.report.units import counted, scale_for
 
@@ -161,7 +161,7 @@ def peers_document(seen: Crawl) -> dict[str, object]:
 
 def peers_result(seen: Crawl) -> dict[str, object]:
     """The numbers of the swarm."""
-    p50, p95 = percentiles((1e3 * each.round_trip_s for each in seen.peers), (50, 95))
+    round_trips_ms = known_percentiles((1e3 * each.round_trip_s for each in seen.peers), (50, 95))
     return {
         "num_peers": len(seen.peers),
         "num_silent": len(seen.silent),
@@ -169,8 +169,7 @@ def peers_result(seen: Crawl) -> dict[str, object]:
         "estimated_size": seen.estimated_size,
         "num_swarms": seen.num_swarms,
         **_totals(seen),
-        "round_trip_p50_ms": p50,
-        "round_trip_p95_ms": p95,
+        **{f"round_trip_p{q}_ms": value for q, value in round_trips_ms.items()},
         "versions": _versions(seen),
     }
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.report.schema import Curve, Row
+from shoal.report.schema import Curve, Report, Row
 from shoal.report.statistics import mean_of
 
 # --- along an axis ---
@@ -22,6 +22,8 @@ MAX_POINTS = 400
 """Of one line; more are thinned evenly."""
 WORKERS = "num_workers"
 """The axis of a prediction for other numbers of workers, which belongs to the rows of that metric."""
+
+_AXES = {"seconds_to_target": "s", "bytes_to_target": "bytes", "steps_to_target": "step"}
 
 Points = list[tuple[float, float]]
 
@@ -72,6 +74,25 @@ def averaged(curve: Curve, axis: str) -> Line | None:
         high=[max(column) for column in values],
         num_starts=len(starts),
     )
+
+
+def resolution_of(report: Report, row: Row) -> float:
+    """How coarsely a figure was measured; 0 where the report does not tell.
+
+    What was counted until a target was reached is as coarse as the curve of the same key is; of scores the
+    benchmark says it in its result.
+    """
+    axis = _AXES.get(row.metric)
+    if axis is None:
+        told = report.result.get("resolution", {})
+        return float(told.get(row.metric, 0.0)) if isinstance(told, dict) else 0.0
+    return max((spacing(curve, axis) for curve in report.curves if curve.key == row.key), default=0.0)
+
+
+def spacing(curve: Curve, axis: str) -> float:
+    """How far apart its points are on an axis, on average; 0 where there are no two."""
+    starts = [points[axis] for points in curve.starts if len(points.get(axis, ())) > 1]
+    return mean_of([(max(xs) - min(xs)) / (len(xs) - 1) for xs in starts]) if starts else 0.0
 
 
 def evenly(count: int, most: int) -> list[int]:

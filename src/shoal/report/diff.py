@@ -25,9 +25,9 @@ from shoal.report.schema import Direction, Identity, Report, Row, flatten, text
 from shoal.report.statistics import (
     PERCENTILES,
     change_percent,
+    known_percentile,
     mean_of,
     percentile,
-    percentiles,
     start_medians,
     t_quantile,
     t_survival,
@@ -287,11 +287,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Change:
-    """One percentile of both sides; `percent` is negative when the test is worse, None over 0."""
+    """One percentile of both sides, None where a side has too few samples for it.
+
+    `percent` is negative when the test is worse; None over 0, and where a side is missing.
+    """
 
     q: int
-    baseline: float
-    test: float
+    baseline: float | None
+    test: float | None
     percent: float | None
 
 
@@ -464,10 +467,14 @@ def _device_kind(device: object) -> str:
 def _changes(old: Row, new: Row) -> tuple[Change, ...]:
     if not old.starts or not new.starts:
         return ()
-    values = zip(PERCENTILES, percentiles(old.samples), percentiles(new.samples), strict=True)
-    return tuple(
-        Change(q, first, second, change_percent(first, second, old.direction)) for q, first, second in values
-    )
+    changes = []
+    for q in PERCENTILES:
+        first, second = known_percentile(old.samples, q), known_percentile(new.samples, q)
+        if first is None or second is None:
+            changes.append(Change(q, first, second, None))
+        else:
+            changes.append(Change(q, first, second, change_percent(first, second, old.direction)))
+    return tuple(changes)
 
 
 def _differences(baseline: Report, test: Report) -> tuple[Difference, ...]:
@@ -597,8 +604,8 @@ def _is_past(row: RowDiff, limit_percent: float) -> bool:
     if change is not None:
         return change < -limit_percent
     # from a zero baseline: any loss is past any limit
-    median = row.changes[0]
-    has_lost = (median.test < median.baseline) == (row.test.direction == "higher")
+    old, new = percentile(row.baseline.samples, 50), percentile(row.test.samples, 50)
+    has_lost = (new < old) == (row.test.direction == "higher")
     return has_lost or row.verdict is RowVerdict.WORSE
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.core.errors import ReportError, UsageError
 from shoal.core.untrusted import visible, visible_line
-from shoal.report.curves import is_histogram
+from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
 from shoal.report.plots import (
     CONTENDERS,
@@ -48,7 +48,17 @@ from shoal.report.plots import (
     titled,
     wait_plots,
 )
-from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_number, label_of, text
+from shoal.report.schema import (
+    Identity,
+    Report,
+    Row,
+    Scalar,
+    flatten,
+    is_in_virtual_time,
+    is_number,
+    label_of,
+    text,
+)
 from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
@@ -563,9 +573,11 @@ def _verdict_cells(row: RowDiff) -> str:
     if not row.changes:
         error = escape(row.test.error or row.baseline.error or "")
         return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
-    scale = scale_for(row.baseline.unit, row.changes[0].baseline)
+    scale = scale_for(row.baseline.unit, row.changes[0].baseline or 0.0)
     cells = "".join(
-        f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
+        '<td class="number">–</td>'
+        if change.baseline is None or change.test is None
+        else f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
         f"{escape(scale.format(change.test))}</span><br>{signed(change.percent)}</td>"
         for change in row.changes
     )
@@ -598,8 +610,6 @@ CEILING = "none"
 
 Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
 """The number of the report, and the key."""
-_VIRTUAL = ("compare", "convergence")
-"""Benchmarks whose seconds are computed: a busy machine does not change them."""
 
 
 def glance_tables(shown: Sequence[Shown]) -> str:
@@ -627,7 +637,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
         return ""
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
-    best = best_cells(rows, [item.report.benchmark for item in shown])
+    best = best_cells(rows, [item.report for item in shown])
     scales = {}
     for metric in metrics:
         medians = [
@@ -665,10 +675,10 @@ def _differing(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
 
 
-def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> set[tuple[int, Identity]]:
+def best_cells(rows: Sequence[tuple[int, Row]], reports: Sequence[Report]) -> set[tuple[int, Identity]]:
     """Those that win their contest by more than chance, against those that differ in the contender alone.
 
-    `benchmarks` has the kind of each report. Timings need more starts than what a seed decides.
+    Timings of a real machine need more starts than what a seed decides.
     """
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
@@ -681,11 +691,12 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     best = set()
     for rivals in contests.values():
         index, row = rivals["0"]
-        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and benchmarks[index] not in _VIRTUAL
+        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and not is_in_virtual_time(reports[index])
         lead = lead_of(
             {name: start_medians(rival) for name, (_, rival) in rivals.items()},
             row.direction,
             MIN_TIMED_STARTS if is_timed else MIN_SEEDS,
+            {name: resolution_of(reports[index], rival) for name, (_, rival) in rivals.items()},
         )
         if lead.is_told_apart:
             index, row = rivals[lead.names[0]]

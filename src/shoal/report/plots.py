@@ -23,7 +23,14 @@ from shoal.report.curves import (
 )
 from shoal.report.diff import Diff
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, label_of, text
-from shoal.report.statistics import PERCENTILES, mean_of, percentile, percentiles, start_medians
+from shoal.report.statistics import (
+    PERCENTILES,
+    known_percentiles,
+    mean_of,
+    percentile,
+    percentiles,
+    start_medians,
+)
 from shoal.report.units import Scale, scale_for
 from shoal.report.views import Group, shared_key, short_label, verdict_text
 from shoal.report.words import metric_words
@@ -220,8 +227,11 @@ def group_reports(reports: Sequence[Report]) -> list[ReportGroup]:
     return list(groups.values())
 
 
+_OVERVIEW = (5, 25, 50, 75, 95)
+
+
 def overview_data(group: ReportGroup) -> dict[str, Any]:
-    """One line for each row, of all reports."""
+    """One line for each row, of all reports; the samples themselves where they are too few for a quartile."""
     medians = [
         percentile(row.samples, 50) for line in group.rows for row in line if row is not None and row.starts
     ]
@@ -232,8 +242,10 @@ def overview_data(group: ReportGroup) -> dict[str, Any]:
     def quantiles(row: Row | None) -> dict[str, Any] | None:
         if row is None or not row.starts:
             return None
-        values = [value / scale.factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
-        return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
+        known = known_percentiles(row.samples, _OVERVIEW)
+        values = [known[q] / scale.factor if q in known else None for q in _OVERVIEW]
+        few = [] if 25 in known else [sample / scale.factor for sample in row.samples]
+        return {"quantiles": values, "few": few, "starts": len(row.starts), "samples": len(row.samples)}
 
     rows = [
         {
@@ -250,12 +262,11 @@ def bars_data(line: Sequence[Row | None]) -> dict[str, Any]:
     """Percentiles of one row in every report, to stand beside each other."""
     present = [row for row in line if row is not None and row.starts]
     scale = scale_for(present[0].unit, percentile(present[0].samples, 50)) if present else scale_for("", 1.0)
-    reports = [
-        [value / scale.factor for value in percentiles(row.samples)]
-        if row is not None and row.starts
-        else None
-        for row in line
-    ]
+    reports: list[list[float | None] | None] = []
+    for row in line:
+        known = known_percentiles(row.samples) if row is not None else {}
+        values = [known[q] / scale.factor if q in known else None for q in PERCENTILES]
+        reports.append(values if known else None)
     return {"unit": scale.unit, "names": [f"p{q}" for q in PERCENTILES], "reports": reports}
 
 

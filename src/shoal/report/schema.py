@@ -229,6 +229,16 @@ def by_reason(report: Report, metric: str) -> dict[str, int]:
     return {str(row.key["reason"]): int(sum(row.samples)) for row in rows_of(report, metric)}
 
 
+def is_in_virtual_time(report: Report) -> bool:
+    """Whether its seconds were computed, so that a busy machine does not change them."""
+    config = report.config
+    if report.benchmark == "compare":
+        return not config.get("is_real")
+    if report.benchmark == "dht":
+        return config.get("profile") is not None
+    return report.benchmark == "convergence" or bool(config.get("is_virtual"))
+
+
 def with_failed(report: Report, result: dict[str, Any]) -> dict[str, Any]:
     """A RESULT with the number of rows that failed, where any did."""
     return {**result, "failed": len(report.failed)} if report.failed else result

@@ -29,6 +29,22 @@ def percentiles(samples: Iterable[float], qs: Iterable[float] = PERCENTILES) -> 
     return tuple(_at(ordered, q) for q in qs)
 
 
+def is_known(num_samples: int, q: float) -> bool:
+    """Whether at least one of so many samples lies beyond a percentile; a median is always known."""
+    return num_samples > 0 and (q == 50 or num_samples * min(q, 100 - q) >= 100)
+
+
+def known_percentile(samples: Sequence[float], q: float) -> float | None:
+    """The q-th percentile; None where there are too few samples for one."""
+    return percentile(samples, q) if is_known(len(samples), q) else None
+
+
+def known_percentiles(samples: Iterable[float], qs: Iterable[int] = PERCENTILES) -> dict[int, float]:
+    """Those of several percentiles for which there are samples enough."""
+    ordered = sorted(samples)
+    return {q: _at(ordered, q) for q in qs if is_known(len(ordered), q)}
+
+
 def _at(ordered: Sequence[float], q: float) -> float:
     if not ordered:
         raise UsageError("no samples, so no percentile")
@@ -69,7 +85,7 @@ class Summary:
         """p50 to p95, None for one beyond which not even one of these samples would lie."""
         values = (self.p50, self.p75, self.p90, self.p95)
         return tuple(
-            value if q == 50 or self.num_samples * (100 - q) >= 100 else None
+            value if is_known(self.num_samples, q) else None
             for q, value in zip(PERCENTILES, values, strict=True)
         )
 
@@ -177,6 +193,8 @@ MIN_SEEDS = 3
 MIN_TIMED_STARTS = 5
 """The same for timings, whose starts differ by more than their samples show."""
 _TAIL = 0.025  # on either side of an interval of 95 %
+_EVENLY = math.sqrt(12)  # the deviation of what is spread evenly over an interval is the interval by this
+_ROUNDING = 1e-6  # two steps that were summed up in another order are equal
 
 
 @dataclass(frozen=True)
@@ -184,9 +202,14 @@ class Lead:
     """Who is ahead by one figure: a single name where the evidence tells it apart from all others."""
 
     names: tuple[str, ...]
-    """The one with the best mean first, then all whose intervals overlap with its own."""
+    """The one with the best mean first, then all that are not told apart from it."""
     behind: tuple[str, ...]
-    """Those that are worse by more than chance, the best first."""
+    """Those that are worse than each of `names` by more than chance, the best first."""
+    between: tuple[str, ...]
+    """Those that are worse than the first, and not told apart from another of `names`."""
+    places: Mapping[str, tuple[int, int]]
+    """The best and the worst place that each may have; the same for those that nothing tells apart."""
+    means: Mapping[str, float]
     num_samples: int
     """The fewest that a contender has."""
     num_needed: int
@@ -196,39 +219,88 @@ class Lead:
         """Whether one of several contenders is ahead of all others by more than chance."""
         return len(self.names) == 1 and bool(self.behind)
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are samples enough to name anybody."""
+        return self.num_samples >= self.num_needed
+
     def why_not(self) -> str:
         """Says why nobody is named: too few runs, or intervals that overlap."""
-        if self.num_samples >= self.num_needed:
+        if self.is_enough:
             return "their 95 % intervals overlap"
         runs = "one run" if self.num_samples == 1 else f"{self.num_samples} runs"
         return f"{runs} of each cannot tell, {self.num_needed} may"
 
 
-def lead_of(samples: Mapping[str, Sequence[float]], direction: str, num_needed: int) -> Lead:
+def lead_of(
+    samples: Mapping[str, Sequence[float]],
+    direction: str,
+    num_needed: int,
+    resolution: Mapping[str, float] | None = None,
+) -> Lead:
     """Tells who leads by one figure, of which each contender has independent samples, one or more.
 
-    The interval of a mean is Student's at 95 %. Its deviation is at least the median of all contenders'
-    deviations: a few samples that agree by chance prove nothing.
+    The interval of a mean is `half_interval`. Its deviation, as a share of the mean, is at least the median
+    of all contenders': a few samples that agree by chance prove nothing. `resolution` says how coarsely a
+    contender was measured: equal samples may be a step of that apart, and so may the means of two. Where
+    many contenders with many samples make some pair differ by chance, intervals are wider (`_t_of_pairs`).
     """
     sign = -1 if direction == "higher" else 1
+    coarse = dict.fromkeys(samples, 0.0) | dict(resolution or {})
     means = {name: mean_of(found) for name, found in samples.items()}
     order = sorted(means, key=lambda name: sign * means[name])
     num_samples = min(len(found) for found in samples.values())
     if num_samples < max(2, num_needed):
-        return Lead(tuple(order), (), num_samples, num_needed)
-    deviations = {name: math.sqrt(variance_of(found)) for name, found in samples.items()}
-    least = percentile(list(deviations.values()), 50)
+        everywhere = dict.fromkeys(order, (1, len(order)))
+        return Lead(tuple(order), (), (), everywhere, means, num_samples, num_needed)
+    relative = [
+        math.sqrt(variance_of(found)) / abs(means[name]) if means[name] else 0.0
+        for name, found in samples.items()
+    ]
+    least = percentile(relative, 50)
+    of_pairs = _t_of_pairs([len(found) for found in samples.values()])
     half = {
-        name: t_quantile(_TAIL, len(found) - 1) * max(deviations[name], least) / math.sqrt(len(found))
+        name: half_interval(found, coarse[name], least * abs(means[name]))
+        * max(1.0, of_pairs / t_quantile(_TAIL, len(found) - 1))
         for name, found in samples.items()
     }
-    first = order[0]
-    near = [
-        name
+
+    def is_ahead(one: str, other: str) -> bool:
+        step = max(coarse[one], coarse[other]) * (1 + _ROUNDING)
+        return sign * (means[other] - means[one]) > max(half[one] + half[other], step)
+
+    places = {
+        name: (
+            1 + sum(is_ahead(other, name) for other in order),
+            len(order) - sum(is_ahead(name, other) for other in order),
+        )
         for name in order
-        if name == first or sign * (means[name] - means[first]) <= half[name] + half[first]
-    ]
-    return Lead(tuple(near), tuple(name for name in order if name not in near), num_samples, num_needed)
+    }
+    names = [name for name in order if not is_ahead(order[0], name)]
+    behind = [name for name in order if all(is_ahead(one, name) for one in names)]
+    between = [name for name in order if name not in names and name not in behind]
+    return Lead(tuple(names), tuple(behind), tuple(between), places, means, num_samples, num_needed)
+
+
+def half_interval(samples: Sequence[float], resolution: float = 0.0, least_deviation: float = 0.0) -> float:
+    """Half of the 95 % interval of the samples' mean, Student's; infinite for a single one.
+
+    Samples were rounded to steps of `resolution`, where it is given: equal ones may differ by as much.
+    """
+    if len(samples) < 2:
+        return math.inf
+    deviation = max(math.sqrt(variance_of(samples)), least_deviation, resolution / _EVENLY)
+    return t_quantile(_TAIL, len(samples) - 1) * deviation / math.sqrt(len(samples))
+
+
+def _t_of_pairs(counts: Sequence[int]) -> float:
+    """The t of an interval with which no two of all contenders' intervals are apart by chance alone.
+
+    Bonferroni over the pairs, with the degrees of freedom of all samples together. Two means differ by the
+    root of two errors of one, and two intervals that just touch by twice one's half: hence the root.
+    """
+    num_pairs = max(1, len(counts) * (len(counts) - 1) // 2)
+    return t_quantile(_TAIL / num_pairs, sum(counts) - len(counts)) / math.sqrt(2)
 
 
 # --- Student's t ---

@@ -198,6 +198,10 @@ class LatexColumn:
     direction: Direction | None
     """Which way is better; None for a column without a winner."""
     samples: Sequence[Sequence[float]] = ()
+    resolution: Sequence[float] = ()
+    """Of each row, how coarsely it was measured; as `lead_of` takes it."""
+    num_needed: int = MIN_SEEDS
+    """Samples of each row with which one may be marked."""
 
 
 def latex_escape(text: str) -> str:
@@ -256,7 +260,8 @@ def _column(column: LatexColumn) -> tuple[str, list[str]]:
     winner = None
     if column.direction is not None and len(means) > 1:
         rivals = {str(place): samples for place, samples in enumerate(column.samples) if samples}
-        lead = lead_of(rivals, column.direction, MIN_SEEDS)
+        coarse = {str(place): step for place, step in enumerate(column.resolution) if str(place) in rivals}
+        lead = lead_of(rivals, column.direction, column.num_needed, coarse)
         winner = lead.names[0] if lead.is_told_apart else None
     cells = []
     for place, samples in enumerate(column.samples):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
-from shoal.report.statistics import PERCENTILES, lead_of, mean_of, summarize
+from shoal.report.statistics import PERCENTILES, Lead, summarize
 from shoal.report.tables import Column, Line, Table
 from shoal.report.units import counted, digits, percent, scale_for
 
@@ -71,26 +71,36 @@ def headline(report: Report) -> list[str]:
     return [text(sentence) for sentence in (found if isinstance(found, list | tuple) else [found])]
 
 
-def contest_line(
-    what: str,
-    samples: Mapping[str, Sequence[float]],
-    direction: str,
-    num_needed: int,
-    shown: Callable[[float], str],
-) -> str:
+def contest_line(what: str, lead: Lead, shown: Callable[[float], str], missing: Sequence[str] = ()) -> str:
     """Who is ahead by one figure, in words; nobody is named first where the samples do not tell.
 
-    `samples` has independent repetitions of each contender, one or more; `shown` writes a mean.
+    `shown` writes a mean. `missing` are those that do not have the figure in every run.
     """
-    lead = lead_of(samples, direction, num_needed)
-    means = {name: shown(mean_of(samples[name])) for name in (*lead.names, *lead.behind)}
-    first, last = lead.names[0], lead.names[-1]
+    means = {name: shown(mean) for name, mean in lead.means.items()}
+
+    def span(names: Sequence[str]) -> str:
+        first, last = means[names[0]], means[names[-1]]
+        return first if first == last else f"{first} to {last}"
+
+    first = lead.names[0]
+    if len(means) == 1:
+        runs = counted(lead.num_samples, "run")
+        if not missing:
+            return f"{what}: {first}, {means[first]} ({runs})."
+        few = "" if lead.is_enough else f" ({lead.why_not()})"
+        others = missing[0] if len(missing) == 1 else "the others"
+        return f"{what}: {first}, {means[first]}, in {lead.num_samples} of {runs}; {others} in fewer{few}."
     if len(lead.names) == 1:
-        then = f"; then {lead.behind[0]}, {means[lead.behind[0]]}" if lead.behind else ""
-        return f"{what}: {first}, {means[first]}{then}."
-    between = means[first] if means[first] == means[last] else f"{means[first]} to {means[last]}"
+        return f"{what}: {first}, {means[first]}; then {named(lead.behind)}, {span(lead.behind)}."
+    between = f"; behind some of them {named(lead.between)}" if lead.between else ""
     behind = f"; behind them {named(lead.behind)}" if lead.behind else ""
-    return f"{what}: {named(lead.names)} are not told apart, {between} ({lead.why_not()}){behind}."
+    tied = f"{named(lead.names)} are not told apart, {span(lead.names)} ({lead.why_not()})"
+    return f"{what}: {tied}{between}{behind}."
+
+
+def with_every_seed(num_seeds: int) -> str:
+    """For a sentence on who did something with every seed, of which there may be one alone."""
+    return "with every seed" if num_seeds > 1 else "with the one seed of this run"
 
 
 def named(names: Sequence[str]) -> str:
@@ -240,11 +250,14 @@ def _percentile_table(group: Group, rows: list[RowDiff]) -> Table:
         sides, cells = "", [""] * len(PERCENTILES)
         if row.changes:
             sides = "baseline\ntest\nchange"
-            scale = scale_for(row.baseline.unit, row.changes[0].baseline)
-            cells = [
-                f"{scale.format(change.baseline)}\n{scale.format(change.test)}\n{percent(change.percent)}"
-                for change in row.changes
-            ]
+            scale = scale_for(row.baseline.unit, row.changes[0].baseline or 0.0)
+            cells = []
+            for change in row.changes:
+                sides_of_one = (
+                    "-" if side is None else scale.format(side) for side in (change.baseline, change.test)
+                )
+                is_known = change.baseline is not None and change.test is not None
+                cells.append("\n".join([*sides_of_one, percent(change.percent) if is_known else "-"]))
         table.notes[len(table.rows)] = (verdict_text(row), STYLES[row.verdict])
         table.rows.append((short_label(row.baseline, shared), sides, *cells))
     return table

@@ -29,6 +29,8 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     momentum: float
     learning_rates: tuple[float, ...]
     """What a contest tries for each strategy."""
+    resolution: float = 0.0
+    """What one example changes of an accuracy on few of them; two scores are no nearer unless equal."""
 
     def is_reached(self, value: float, target: float) -> bool:
         """Whether a score is as good as the target, or better."""
@@ -65,6 +67,7 @@ FACTS: dict[str, TaskFacts] = {
         batch_size=16,
         momentum=0.9,
         learning_rates=(0.01, 0.05, 0.2, 0.8),
+        resolution=1 / 360,
     ),
     "mnist": TaskFacts(
         description="handwritten digits of 28×28 pixels; accuracy on 2,000 that nobody trains on",
@@ -76,6 +79,7 @@ FACTS: dict[str, TaskFacts] = {
         batch_size=32,
         momentum=0.9,
         learning_rates=(0.01, 0.05, 0.2, 0.8),
+        resolution=1 / 2000,
     ),
     "text": TaskFacts(
         description="the next character of Shoal's own documentation; accuracy on pages' ends",

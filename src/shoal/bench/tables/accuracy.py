@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +19,19 @@ from shoal.bench.accuracy import (
     where_reached,
 )
 from shoal.report import Report
+from shoal.report.curves import resolution_of, spacing
+from shoal.report.diff import holm
 from shoal.report.schema import with_failed
-from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of
+from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of, t_survival
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, contest_line, title_line
+from shoal.report.views import Items, contest_line, title_line, with_every_seed
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
 """Digits after the point of what the RESULT line has."""
+_TO_TARGET_BYTES = "bytes_to_target"
+_ALPHA = 0.05
+"""The chance, over all tricks of a split together, to say of one that changes nothing that it does."""
 
 
 class AccuracyOutcome:
@@ -34,6 +40,8 @@ class AccuracyOutcome:
     def __init__(self) -> None:
         self.samples: dict[str, list[float]] = {}
         self.bytes_to_target: list[float] = []
+        self.resolution: dict[str, float] = {}
+        """By metric, how far apart evaluations are."""
         self.error: str | None = None
 
     def mean(self, metric: str) -> float:
@@ -50,11 +58,13 @@ def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
             outcome = named.setdefault(str(row.key["contender"]), AccuracyOutcome())
             if row.error is None:
                 outcome.samples[row.metric] = row.samples
+                outcome.resolution[row.metric] = resolution_of(report, row)
             else:
                 outcome.error = row.error
     for curve in report.curves:
         if curve.metric == ACCURACY:
             outcome = outcomes[str(curve.key["split"])][str(curve.key["contender"])]
+            outcome.resolution[_TO_TARGET_BYTES] = spacing(curve, "bytes")
             for points in curve.starts:
                 reached = where_reached(points["value"], _target(report))
                 if reached is not None and "bytes" in points:
@@ -81,7 +91,11 @@ def changes_of(report: Report) -> dict[str, dict[str, list[float]]]:
 def summarize_accuracy(report: Report) -> dict[str, Any]:
     """The RESULT line: means over starts, by split and contender; of what was reached in every start."""
     outcomes = outcomes_of(report)
-    result: dict[str, Any] = {"headline": headline(report), "device": report.config.get("device", "cpu")}
+    result: dict[str, Any] = {
+        "headline": headline(report),
+        "device": report.config.get("device", "cpu"),
+        "resolution": dict.fromkeys((FINAL, WORST_FINAL), _one_example(report)),
+    }
     for metric, places in _MEANS.items():
         result[metric] = {
             split: {
@@ -108,7 +122,7 @@ def headline(report: Report) -> list[str]:
         whole = {name: outcome for name, outcome in named.items() if FINAL in outcome.samples}
         told = _race(whole, report) if whole else []
         if split in changes:
-            told.append(_largest_change(changes[split]))
+            told.append(_changes_seen(changes[split], 100 * _one_example(report)))
         sentences += [f"{split}: {sentence}" for sentence in told]
     return sentences
 
@@ -122,35 +136,46 @@ def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
         for name, outcome in outcomes.items()
         if len(outcome.samples.get(TO_TARGET, ())) == num_starts
     }
+    missing = [name for name in outcomes if name not in reached]
     sentences = []
     if reached:
         times = {name: outcome.samples[TO_TARGET] for name, outcome in reached.items()}
+        apart_s = {name: outcome.resolution.get(TO_TARGET, 0.0) for name, outcome in reached.items()}
+        lead = lead_of(times, "lower", MIN_TIMED_STARTS, apart_s)
         sentences.append(
-            contest_line(
-                f"seconds to {target}", times, "lower", MIN_TIMED_STARTS, lambda mean: f"{digits(mean)} s"
-            )
+            contest_line(f"seconds to {target}", lead, lambda mean: f"{digits(mean)} s", missing)
         )
     else:
-        sentences.append(f"nobody reached {target} in every start.")
+        sentences.append(f"nobody reached {target} {with_every_seed(num_starts)}.")
     finals = {name: outcome.samples[FINAL] for name, outcome in outcomes.items()}
-    sentences.append(
-        contest_line("accuracy at the end", finals, "higher", MIN_SEEDS, lambda mean: f"{100 * mean:.1f} %")
-    )
+    lead = lead_of(finals, "higher", MIN_SEEDS, dict.fromkeys(finals, _one_example(report)))
+    sentences.append(contest_line("accuracy at the end", lead, lambda mean: f"{100 * mean:.1f} %"))
     sent = {name: outcome.bytes_to_target for name, outcome in reached.items() if outcome.bytes_to_target}
     if len(sent) > 1:
-        sentences.append(
-            contest_line(f"bytes sent to {target}", sent, "lower", MIN_SEEDS, lambda mean: _bytes([mean]))
-        )
+        apart_bytes = {name: reached[name].resolution.get(_TO_TARGET_BYTES, 0.0) for name in sent}
+        lead = lead_of(sent, "lower", MIN_SEEDS, apart_bytes)
+        sentences.append(contest_line(f"bytes sent to {target}", lead, lambda mean: _bytes([mean])))
     return sentences
 
 
-def _largest_change(points: Mapping[str, list[float]]) -> str:
-    """Which trick changed the final accuracy most; none where its own seeds do not agree on the sign."""
-    name = max(points, key=lambda name: abs(statistics.fmean(points[name])))
-    lead = lead_of({name: points[name], "": [0.0] * len(points[name])}, "higher", MIN_SEEDS)
-    if len(lead.names) > 1:
-        return f"no trick is seen to change the final accuracy ({lead.why_not()})."
-    return f"of all tricks {name} changed the final accuracy most, by {_change(points[name])} points."
+def _changes_seen(points: Mapping[str, list[float]], resolution: float) -> str:
+    """Which tricks changed the final accuracy by more than chance, all of them being one family of tests."""
+    num_seeds = min(map(len, points.values()))
+    if num_seeds < MIN_SEEDS:
+        few = counted(num_seeds, "run")
+        return f"no trick is seen to change the final accuracy ({few} of each cannot tell, {MIN_SEEDS} may)."
+    # each difference is one of two accuracies, both of which are whole examples
+    least = resolution * math.sqrt(2 / 12)
+    p_values = []
+    for samples in points.values():
+        error = max(statistics.stdev(samples), least) / math.sqrt(len(samples))
+        p_values.append(2 * t_survival(abs(statistics.fmean(samples)) / error, len(samples) - 1))
+    adjusted, _ = holm(p_values, _ALPHA)
+    changed = [name for name, p_value in zip(points, adjusted, strict=True) if p_value <= _ALPHA]
+    if not changed:
+        return "no trick is seen to change the final accuracy (their 95 % intervals have 0 in them)."
+    told = ", ".join(f"{name} by {_change(points[name])} points" for name in changed)
+    return f"changed the final accuracy by more than chance: {told}."
 
 
 def accuracy_items(report: Report) -> Items:
@@ -165,7 +190,7 @@ def accuracy_items(report: Report) -> Items:
             items += [(f"A start broke off: {' '.join(str(row.error).split())}", "red"), ""]
     changes = changes_of(report)
     if changes:
-        point = 100 / NUM_TESTS[config["task"]]
+        point = 100 * _one_example(report)
         example = f"One of {NUM_TESTS[config['task']]} test examples is {digits(point)} points."
         items += [_trick_table(changes), *config.get("tricks", ()), example, ""]
     return [*items, *headline(report), ""]
@@ -252,6 +277,11 @@ def _bytes(samples: list[float]) -> str:
         return ""
     mean = statistics.fmean(samples)
     return scale_for("B", mean).format(mean)
+
+
+def _one_example(report: Report) -> float:
+    """What one example for tests changes of an accuracy."""
+    return 1 / NUM_TESTS[report.config["task"]]
 
 
 def _target(report: Report) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,12 @@ from shoal.bench.compare import (
     with_rates,
 )
 from shoal.report import Report
+from shoal.report.curves import resolution_of
 from shoal.report.schema import label_of, with_failed
-from shoal.report.statistics import MIN_SEEDS
+from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, Lead, half_interval, lead_of
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, contest_line, title_line
+from shoal.report.views import Items, contest_line, title_line, with_every_seed
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
 from shoal.transport import Profile
@@ -50,6 +51,8 @@ class ContestOutcome:
     def __init__(self, num_seeds: int) -> None:
         self.num_seeds = num_seeds
         self.samples: dict[str, list[float]] = {}
+        self.resolution: dict[str, float] = {}
+        """By metric, what two samples differ by at least unless they are equal: evaluations are apart."""
         self.rate: float | None = None
         self.reasons: dict[str, int] = {}
         """Why the target was not reached, and in how many runs."""
@@ -83,6 +86,7 @@ def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
     """Collect the figures by contender, in the order of the contest."""
     config = read_config(report.config)
     outcomes = {contender.name: ContestOutcome(len(config.seeds)) for contender in config.contenders}
+    scores = _resolution_of_scores(facts_of(config.task))
     for row in report.rows:
         outcome = outcomes.get(str(row.key.get("strategy")))
         if outcome is None:
@@ -97,7 +101,12 @@ def outcomes_of(report: Report) -> dict[str, ContestOutcome]:
             outcome.error = row.error
         elif row.key.keys() == {"strategy"}:
             outcome.samples[row.metric] = row.samples
+            outcome.resolution[row.metric] = scores.get(row.metric) or resolution_of(report, row)
     return outcomes
+
+
+def _resolution_of_scores(facts: TaskFacts) -> dict[str, float]:
+    return {score_of(facts, which): facts.resolution for which in ("final", "worst_final")}
 
 
 def _config_of(report: Report) -> CompareConfig:
@@ -120,6 +129,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
     result: dict[str, Any] = {
         "headline": headline(report),
         "target": config.target,
+        "resolution": {metric: step for metric, step in _resolution_of_scores(facts).items() if step},
         "ranking": {name: ranking(outcomes, metric) for metric, (name, _) in RANKED.items()},
         "learning_rate": {name: outcome.rate for name, outcome in outcomes.items()},
     }
@@ -145,34 +155,53 @@ def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> li
     """Who was first by each measure, and who came furthest, in sentences; nobody where seeds do not tell."""
     facts = facts_of(config.task)
     target = shown_target(facts, config.target)
-    sentences = [
-        contest_line(
-            f"By {name} to {target}",
-            {name: outcomes[name].samples[metric] for name in ranking(outcomes, metric)},
-            "lower",
-            MIN_SEEDS,
-            partial(amount, unit=unit),
-        )
+
+    shown: dict[str, tuple[str, Callable[[float], str]]] = {
+        metric: (f"By {name} to {target}", partial(amount, unit=unit))
         for metric, (name, unit) in RANKED.items()
-        if ranking(outcomes, metric)
-    ]
-    if not sentences:
-        sentences.append(f"Nobody reached {target} with every seed.")
-    final = score_of(facts, "final")
-    whole = {name: outcome.samples[final] for name, outcome in outcomes.items() if outcome.is_whole(final)}
-    if whole:
-        sentences.append(
-            contest_line("At the end", whole, facts.direction, MIN_SEEDS, partial(shown_score, facts))
-        )
+    }
+    shown[score_of(facts, "final")] = ("At the end", partial(shown_score, facts))
+    sentences = []
+    for metric, (what, written) in shown.items():
+        lead = leaders(config, outcomes, metric)
+        if lead is not None:
+            missing = [name for name in outcomes if name not in lead.means]
+            sentences.append(contest_line(what, lead, written, missing))
+    if not any(ranking(outcomes, metric) for metric in RANKED):
+        sentences.insert(0, f"Nobody reached {target} {with_every_seed(len(config.seeds))}.")
     return sentences
+
+
+def leaders(config: CompareConfig, outcomes: Mapping[str, ContestOutcome], metric: str) -> Lead | None:
+    """Who is ahead by one measure, as far as the seeds tell; None where nobody has it with every seed."""
+    whole = ranking(outcomes, metric)
+    if not whole:
+        return None
+    facts = facts_of(config.task)
+    samples = {name: outcomes[name].samples[metric] for name in whole}
+    resolution = {name: outcomes[name].resolution.get(metric, 0.0) for name in whole}
+    direction = "lower" if metric in RANKED else facts.direction
+    return lead_of(samples, direction, seeds_needed(config, metric), resolution)
+
+
+def seeds_needed(config: CompareConfig, metric: str) -> int:
+    """With how many seeds somebody may be named: more where the seconds are those of a real machine."""
+    return MIN_TIMED_STARTS if config.is_real and metric == SECONDS else MIN_SEEDS
 
 
 def _missing(outcomes: Mapping[str, ContestOutcome], target: str) -> list[str]:
     missing = {name: outcome for name, outcome in outcomes.items() if outcome.reasons}
+    num_seeds = next(iter(outcomes.values())).num_seeds
+    every = with_every_seed(num_seeds)
     if len(missing) <= _SAID_EACH:
-        return [f"{name} did not reach {target}: {outcome.why()}." for name, outcome in missing.items()]
+        sentences = []
+        for name, outcome in missing.items():
+            in_none = num_seeds > 1 and SECONDS not in outcome.samples
+            when = "with any seed" if in_none else every
+            sentences.append(f"{name} did not reach {target} {when}: {outcome.why()}.")
+        return sentences
     reasons = "; ".join(f"{name} ({outcome.why()})" for name, outcome in missing.items())
-    return [f"{len(missing)} of {len(outcomes)} did not reach {target} with every seed: {reasons}."]
+    return [f"{len(missing)} of {len(outcomes)} did not reach {target} {every}: {reasons}."]
 
 
 def amount(value: float, unit: str) -> str:
@@ -257,25 +286,43 @@ def _figures_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]
 
 
 def _ranking_table(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> Table:
-    """All rankings beside each other."""
+    """All rankings beside each other, with the places that each contender may have."""
     target = shown_target(facts_of(config.task), config.target)
-    orders = {metric: ranking(outcomes, metric) for metric in RANKED}
-    columns: list[Column] = [Column("")]
-    for name, _ in RANKED.values():
-        columns += [Column(f"by {name}", "left", wraps=True), Column("")]
-    few = (
-        f" ({counted(len(config.seeds), 'seed')}: others may change the order)"
-        if len(config.seeds) < MIN_SEEDS
-        else ""
+    columns: list[Column] = []
+    rankings = []
+    for metric, (name, unit) in RANKED.items():
+        columns += [Column(""), Column(f"by {name}", "left", wraps=True), Column("")]
+        rankings.append(_placed(config, outcomes, metric, unit))
+    seeds = counted(len(config.seeds), "seed")
+    how = "mean ± half of its 95 % interval; 1-3 may be any of these places"
+    if len(config.seeds) < MIN_SEEDS:
+        how = f"in no order, {MIN_SEEDS} may tell one"
+    table = Table(
+        f"Who reached {target} {with_every_seed(len(config.seeds))}, {seeds}: {how}", tuple(columns)
     )
-    table = Table(f"Who reached {target} with every seed, and what it took on average{few}", tuple(columns))
-    for place in range(max(map(len, orders.values()))):
-        cells = [str(place + 1)]
-        for metric, (_, unit) in RANKED.items():
-            name = orders[metric][place]
-            cells += [name, amount(outcomes[name].mean(metric), unit)]
-        table.rows.append(tuple(cells))
+    for cells in zip(*rankings, strict=True):
+        table.rows.append(tuple(cell for three in cells for cell in three))
     return table
+
+
+def _placed(
+    config: CompareConfig, outcomes: Mapping[str, ContestOutcome], metric: str, unit: str
+) -> list[tuple[str, str, str]]:
+    """Place, name and amount of each that arrived; in the contest's order where nothing tells a place."""
+    lead = leaders(config, outcomes, metric)
+    if lead is None:
+        return []
+    if not lead.is_enough:
+        arrived = [name for name in outcomes if name in lead.means]
+        return [("", name, amount(lead.means[name], unit)) for name in arrived]
+    cells = []
+    for name in ranking(outcomes, metric):
+        first, last = lead.places[name]
+        half = half_interval(outcomes[name].samples[metric], outcomes[name].resolution.get(metric, 0.0))
+        mean = lead.means[name]
+        spread = f" ±{digits(100 * half / mean, 2)} %" if mean else ""
+        cells.append((f"{first}" if first == last else f"{first}-{last}", name, amount(mean, unit) + spread))
+    return cells
 
 
 def _troubles(outcomes: Mapping[str, ContestOutcome]) -> Items:
@@ -308,7 +355,8 @@ def latex_of(report: Report) -> str:
             else []
             for name in names
         ]
-        return LatexColumn(head, unit, direction, samples)
+        resolution = [factor * outcomes[name].resolution.get(metric, 0.0) for name in names]
+        return LatexColumn(head, unit, direction, samples, resolution, seeds_needed(config, metric))
 
     columns = [
         column(facts.score, score_of(facts, "final"), *percent),

@@ -12,7 +12,7 @@ import msgspec
 from shoal.bench.dht import EXPERTS, DhtConfig
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
-from shoal.report.statistics import percentiles
+from shoal.report.statistics import known_percentiles
 from shoal.report.units import rounded
 from shoal.report.views import Items, title_line
 
@@ -42,7 +42,7 @@ def summarize_dht(report: Report) -> dict[str, Any]:
         result["profile"] = config.profile
     if starts:
         each = [_figures(start, config) for start in starts]
-        for name in each[0]:
+        for name in (name for name in each[0] if all(name in figures for figures in each)):
             result[name] = rounded(statistics.median(figures[name] for figures in each))
         result["memory_kind"] = MEMORY_KIND
         result["hops"] = _distribution(hops for start in starts for hops in start["get_hops"])
@@ -70,7 +70,7 @@ def dht_items(report: Report) -> Items:
 
 
 def _figures(start: Start, config: DhtConfig) -> dict[str, float]:
-    """Of one start; the same names for every start of a run."""
+    """Of one start; without the percentiles for which it has too few samples."""
     figures = {"create_s": start["create"][0]}
     if config.mode == EXPERTS:
         figures["unique_experts"] = len(start["get_hops"])
@@ -91,7 +91,7 @@ def _figures(start: Start, config: DhtConfig) -> dict[str, float]:
             figures[f"{each}_per_{what}"] = start[f"{what}_{each}"][0]
         latencies_ms = [1e3 * latency_s for latency_s in start[f"{what}_latency"]]
         figures[f"{what}_latency_ms"] = statistics.fmean(latencies_ms)
-        for q, value in zip(_PERCENTILES, percentiles(latencies_ms, _PERCENTILES), strict=True):
+        for q, value in known_percentiles(latencies_ms, _PERCENTILES).items():
             figures[f"{what}_p{q}_ms"] = value
     figures["slowest_get_s"] = max(start["get_latency"])
     if config.num_victims:
@@ -137,7 +137,8 @@ def _more_lines(figures: Mapping[str, float], config: DhtConfig) -> Iterator[str
     """What the document's benchmark does not print."""
     operation = "batch" if config.mode == EXPERTS else "key"
     for what in ("store", "get"):
-        some = ", ".join(f"p{q} {figures[f'{what}_p{q}_ms']:.4g}" for q in _PERCENTILES)
+        known = [q for q in _PERCENTILES if f"{what}_p{q}_ms" in figures]
+        some = ", ".join(f"p{q} {figures[f'{what}_p{q}_ms']:.4g}" for q in known)
         yield f"{what.capitalize()} latency of a {operation} (ms): {some}"
         item = "expert" if what == "get" and config.mode == EXPERTS else "record"
         traffic = (f"{figures[f'{each}_per_{what}']:.4g} {each}" for each in _TRAFFIC)

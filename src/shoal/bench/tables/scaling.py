@@ -11,7 +11,7 @@ from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPE
 from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
-from shoal.report.statistics import MIN_TIMED_STARTS, start_medians
+from shoal.report.statistics import MIN_TIMED_STARTS, lead_of, start_medians
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits
 from shoal.report.views import Items, contest_line, title_line
@@ -116,11 +116,8 @@ def headline(report: Report) -> list[str]:
         }
         if len(rivals) > 1:
             what = f"With {counted(num_workers, 'worker')} at batch {batch_size}"
-            lines.append(
-                contest_line(
-                    what, rivals, "higher", MIN_TIMED_STARTS, lambda mean: f"{digits(mean)} {figures.unit}"
-                )
-            )
+            lead = lead_of(rivals, "higher", MIN_TIMED_STARTS)
+            lines.append(contest_line(what, lead, lambda mean: f"{digits(mean)} {figures.unit}"))
             continue
         efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
         fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0

@@ -24,7 +24,7 @@ from shoal.bench.training import (
 )
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
-from shoal.report.statistics import MIN_TIMED_STARTS, PERCENTILES, percentiles, start_medians
+from shoal.report.statistics import MIN_TIMED_STARTS, known_percentiles, lead_of, start_medians
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits, scale_for
 from shoal.report.views import Items, contest_line, title_line
@@ -61,7 +61,7 @@ def summarize_training(report: Report) -> dict[str, Any]:
         "fraction_of_ceiling": {name: round(_median(row), 4) for name, row in fractions.items()},
         "fraction_interval": {name: interval_of(row) for name, row in fractions.items()},
         "seconds_per_iteration": {
-            name: {f"p{q}": round(value, 6) for q, value in zip(PERCENTILES, percentiles(times), strict=True)}
+            name: {f"p{q}": round(value, 6) for q, value in known_percentiles(times).items()}
             for name, times in times_s.items()
         },
     }
@@ -89,9 +89,8 @@ def headline(report: Report) -> list[str]:
         if len(fractions) > 1:
             medians = {name: start_medians(row) for name, row in fractions.items()}
             what = "Of the speed of workers that share nothing"
-            sentences.append(
-                contest_line(what, medians, "higher", MIN_TIMED_STARTS, lambda mean: f"{mean:.2f}")
-            )
+            lead = lead_of(medians, "higher", MIN_TIMED_STARTS)
+            sentences.append(contest_line(what, lead, lambda mean: f"{mean:.2f}"))
         else:
             (name,) = fractions
             sentences.append(
@@ -100,16 +99,21 @@ def headline(report: Report) -> list[str]:
             )
     slow = report.config.get("slow_rank")
     kept = {
-        name: statistics.median(_median(row) for rank, row in rows.items() if rank != slow)
+        name: [statistics.median(medians) for medians in zip(*others, strict=False)]
         for name, rows in by_rank(report, OWN_FRACTION).items()
-        if name != NONE and len(rows) > 1
+        if name != NONE
+        and len(rows) > 1
+        and (others := [start_medians(row) for rank, row in rows.items() if rank != slow])
     }
     if kept:
-        order = sorted(kept, key=lambda name: kept[name], reverse=True)
-        sentences.append(
-            f"While rank {slow} is {report.config.get('slow_factor', 10):g} times as slow, the others keep "
-            f"of their own speed: {', '.join(f'{kept[name]:.2f} under {name}' for name in order)}."
-        )
+        what = f"While rank {slow} is {report.config.get('slow_factor', 10):g} times as slow, the others keep"
+        lead = lead_of(kept, "higher", MIN_TIMED_STARTS)
+        if lead.is_enough and len(kept) > 1:
+            sentences.append(contest_line(f"{what} of their own speed", lead, lambda mean: f"{mean:.2f}"))
+        else:
+            shares = ", ".join(f"{lead.means[name]:.2f} under {name}" for name in kept)
+            why = f" ({lead.why_not()})" if len(kept) > 1 else ""
+            sentences.append(f"{what} of their own speed: {shares}{why}.")
     return sentences
 
 
@@ -267,8 +271,8 @@ def _strategies(report: Report) -> Table:
     title = f"{what} on {config.get('device', 'cpu')}, batch {config.get('batch_size')} each"
     table = Table(title, (Column("strategy", "left"), *columns))
     errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
-    quantiles = {name: percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
-    scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
+    quantiles = {name: known_percentiles(pooled(rows), (50, 95)) for name, rows in times.items()}
+    scale = scale_for("s", max((known[50] for known in quantiles.values()), default=0.0))
     for name in dict.fromkeys((*speeds, *errors)):
         if name in errors:
             table.notes[len(table.rows)] = (f"failed: {errors[name]}", "red")
@@ -276,7 +280,8 @@ def _strategies(report: Report) -> Table:
             table.rows.append((name, *("-" for _ in columns)))
             continue
         cells = [digits(factor * statistics.median(speeds[name].samples)), "-", "-"]
-        cells += [scale.format(value) for value in quantiles[name]]
+        known = quantiles[name]
+        cells += [scale.format(known[q]) if q in known else "-" for q in (50, 95)]
         if name in fractions:
             interval = interval_of(fractions[name])
             cells[1] = f"{statistics.median(fractions[name].samples):.3f}"

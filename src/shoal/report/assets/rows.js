@@ -1,4 +1,11 @@
 /* Plots of rows: all on one axis, one of them closer, the changes of a comparison, and histograms. */
+
+/* What the marks mean, as far as any row has them. */
+const legendOf = (group) => {
+  const items = group.rows.flatMap((row) => row.series).filter(Boolean), has = (place) => items.some((item) => item.quantiles[place] !== null);
+  return ["dot p50", has(1) && "bar p25 to p75", has(0) && "line p5 to p95", items.some((item) => item.few.length > 1) && "small dots samples"].filter(Boolean).join(", ");
+};
+
 const drawOverview = (element, group) => {
   const width = element.clientWidth, count = group.labels.length, marks = 13 * count;
   const labels = group.rows.map((row) => {
@@ -12,26 +19,31 @@ const drawOverview = (element, group) => {
     const shown = group.rows.map((row, index) => ({ row, index, item: row.series[report] })).filter(({ item }) => item);
     const at = ({ index }) => lines.places[index].centre + 13 * (report - (count - 1) / 2);
     const base = { mode: "lines", hoverinfo: "skip" };
-    traces.push(Object.assign(segments(shown.map((entry) => [entry.item.quantiles[0], entry.item.quantiles[4], at(entry)])),
+    /* a percentile that too few samples leave unknown is null */
+    const spans = (entries, low, high) => entries.filter(({ item }) => item.quantiles[low] !== null)
+      .map((entry) => [entry.item.quantiles[low], entry.item.quantiles[high], at(entry)]);
+    const few = shown.flatMap((entry) => entry.item.few.map((sample) => [sample, at(entry)]));
+    traces.push({ mode: "markers", hoverinfo: "skip", x: few.map(([x]) => x), y: few.map(([, y]) => y), marker: { color: shade, size: 4, opacity: 0.55 } });
+    traces.push(Object.assign(segments(spans(shown, 0, 4)),
       base, { opacity: 0.55, line: { color: shade, width: 1.25 } }));
-    traces.push(Object.assign(segments(shown.map((entry) => [entry.item.quantiles[1], entry.item.quantiles[3], at(entry)])),
+    traces.push(Object.assign(segments(spans(shown, 1, 3)),
       base, { opacity: 0.4, line: { color: shade, width: 7 } }));
     traces.push({
       mode: "markers", x: shown.map(({ item }) => item.quantiles[2]), y: shown.map(at),
       marker: { color: shade, size: 8, line: { color: colour("--paper"), width: 1.5 } },
       text: shown.map(({ row, item }) => {
-        const q = item.quantiles.map(number);
+        const q = item.quantiles.map((value) => (value === null ? null : number(value)));
         return `${count > 1 ? `<b>${escape(label)}</b>  ` : ""}${escape(row.label)}<br>p50 <b>${q[2]}</b> ${escape(group.unit)}` +
-          `<br>p25 to p75: ${q[1]} to ${q[3]}<br>p5 to p95: ${q[0]} to ${q[4]}` +
+          (q[1] === null ? "" : `<br>p25 to p75: ${q[1]} to ${q[3]}`) + (q[0] === null ? "" : `<br>p5 to p95: ${q[0]} to ${q[4]}`) +
           `<br>${item.starts} starts, ${item.samples.toLocaleString("en")} samples`;
       }),
       hovertemplate: "%{text}<extra></extra>",
     });
   });
-  const ends = group.rows.flatMap((row) => row.series.flatMap((item) => (item ? [item.quantiles[0], item.quantiles[4]] : [])));
+  const ends = group.rows.flatMap((row) => row.series.flatMap((item) => (item ? [...item.quantiles, ...item.few].filter((value) => value !== null) : [])));
   const scale = group.isLog ? decades(ends.filter((end) => end > 0), width) : {};
   Plotly.react(element, traces, layout(width, lines.height + 48, {
-    xaxis: axis(Object.assign({ title: titled([`${group.unit}${group.isLog ? " (logarithmic)" : ""}`.trim(), "dot p50, bar p25 to p75, line p5 to p95"].filter(Boolean).join("  ·  ")), zeroline: false }, scale)),
+    xaxis: axis(Object.assign({ title: titled([`${group.unit}${group.isLog ? " (logarithmic)" : ""}`.trim(), legendOf(group)].filter(Boolean).join("  ·  ")), zeroline: false }, scale)),
     yaxis: lines.axis, annotations: lines.annotations,
   }), config);
 };
@@ -112,7 +124,7 @@ const drawBars = (element, plot) => {
   const row = plot.rows[choiceOf(plot)], width = element.clientWidth;
   const traces = row.reports.map((values, report) => values && {
     type: "bar", name: plot.labels[report], x: row.names, y: values, marker: { color: series(plot.colours[report]) },
-    text: values.map(number), textposition: "outside", cliponaxis: false, textfont: { size: 10.5, color: colour("--muted") },
+    text: values.map((value) => (value === null ? "" : number(value))), textposition: "outside", cliponaxis: false, textfont: { size: 10.5, color: colour("--muted") },
     hovertemplate: `<b>${escape(plot.labels[report])}</b> %{x}: %{text} ${escape(row.unit)}<extra></extra>`,
   }).filter(Boolean);
   Plotly.react(element, traces, layout(width, 290, {
