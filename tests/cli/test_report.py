@@ -11,8 +11,6 @@ from shoal.cli.report import report
 from shoal.core.errors import ReportError, UsageError
 from shoal.report import Report, Row, save
 
-pytest.importorskip("plotly")
-
 app = typer.Typer()
 app.command()(diff)
 app.command()(report)

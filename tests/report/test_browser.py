@@ -66,7 +66,6 @@ PAGES = {
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_draws_all_its_plots_without_errors_or_requests(kind, tmp_path):
-    pytest.importorskip("plotly")
     path = PAGES[kind](tmp_path / "page.html")
     page = path.read_text(encoding="utf-8")
     path.write_text(page.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{TELL}</body>"))

@@ -2,14 +2,12 @@
 
 import json
 import random
-import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from report import samples
-from shoal.core.errors import ReportError, UsageError
+from shoal.core.errors import UsageError
 from shoal.report import Curve, Report, Row, compare
 from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
 from shoal.report.plots import Shown, group_reports, overview_data, spread_data, thin
@@ -76,7 +74,7 @@ def plotly(monkeypatch, request):
 
 @pytest.fixture
 def real_plotly():
-    return pytest.importorskip("plotly")
+    """The program that draws, as users get it."""
 
 
 @pytest.mark.usefixtures("plotly")
@@ -85,7 +83,7 @@ def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
     assert not [tag for tag, attributes in page.tags if "src" in attributes or tag == "link"]
     assert all(attributes["href"].startswith("#") for _, attributes in page.tags if "href" in attributes)
     assert len(page.scripts) == 3
-    assert len(page.scripts[1]) > 1_000_000
+    assert "Licensed under the MIT license" in page.scripts[1]
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
     assert "http" not in policy
@@ -261,14 +259,6 @@ def test_huge_reports_stay_small_enough_to_draw():
     )
     starts = spread_data(group.rows[0])["reports"][0]["starts"]
     assert sum(map(len, starts)) <= 4000
-
-
-@pytest.mark.usefixtures("plotly")
-def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, real_plotly):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ReportError, match=re.escape("pip install 'shoal[report]'")):
-        write_reports([report(row())], tmp_path / "r.html", ["r.json"])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("plotly")

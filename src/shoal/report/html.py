@@ -1,6 +1,6 @@
 """One self-contained HTML page of reports or of a comparison; it opens from disk and never asks the network.
 
-The page's policy forbids any request. Plots are drawn by plotly.js, which the extra `report` brings along.
+The page's policy forbids any request. Plots are drawn by the copy of plotly.js in `assets`.
 Every value from a report is escaped. What a reader asks first comes first: headlines, a glance, courses,
 scaling, waits, staleness, every figure, and how it was run.
 """
@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.core.errors import ReportError, UsageError
+from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
@@ -259,15 +259,8 @@ def _asset(name: str) -> str:
 
 
 def _plotly() -> str:
-    try:
-        offline = import_module("plotly.offline")
-    except ImportError as error:
-        raise ReportError(
-            "the HTML page needs plotly, which is not installed",
-            next_step="pip install 'shoal[report]'",
-        ) from error
-    source: str = offline.get_plotlyjs()
-    return source.replace("</script", "<\\/script")
+    """The program that draws: plotly.js's basic bundle, which has lines, points and bars."""
+    return _asset("plotly-basic.min.js").replace("</script", "<\\/script")
 
 
 # --- one benchmark on a page ---

@@ -77,18 +77,24 @@ const drawLines = (element, plot) => {
 
 const drawWaits = (element, plot) => {
   const width = element.clientWidth, count = plot.names.length, cell = Math.min(44, Math.max(14, (width - 70) / count));
-  const shown = plot.values.map((line) => line.map((value) => (value === null ? "" : value.toLocaleString("en", { maximumSignificantDigits: 2 }))));
-  const names = plot.names.map(escape);
-  const hover = plot.values.map((line, row) => line.map((value, column) => (value === null ? ""
-    : `${names[row]} waited <b>${number(value)} ${escape(plot.unit)}</b> for ${names[column]}`)));
+  const names = plot.names.map(escape), x = [], y = [], values = [], hover = [];
+  plot.values.forEach((line, row) => line.forEach((value, column) => {
+    if (value === null) return;
+    x.push(names[column]);
+    y.push(names[row]);
+    values.push(value);
+    hover.push(`${names[row]} waited <b>${number(value)} ${escape(plot.unit)}</b> for ${names[column]}`);
+  }));
   Plotly.react(element, [{
-    type: "heatmap", x: names, y: names, z: plot.values, zmin: 0, zmax: plot.longest || 1, xgap: 2, ygap: 2,
-    colorscale: [[0, colour("--faint")], [1, colour("--s0")]], showscale: false, hoverongaps: false,
-    text: shown, texttemplate: cell >= 30 ? "%{text}" : "", textfont: { size: 11 },
-    customdata: hover, hovertemplate: "%{customdata}<extra></extra>",
+    mode: cell >= 30 ? "markers+text" : "markers", x, y, customdata: hover, hovertemplate: "%{customdata}<extra></extra>",
+    text: values.map((value) => value.toLocaleString("en", { maximumSignificantDigits: 2 })), textfont: { size: 11 },
+    marker: {
+      symbol: "square", size: cell - 3, color: values, cmin: 0, cmax: plot.longest || 1,
+      colorscale: [[0, colour("--faint")], [1, colour("--s0")]], showscale: false, line: { width: 0 },
+    },
   }], layout(Math.min(width, cell * count + 90), cell * count + 62, {
     margin: { l: 6, r: 8, t: 8, b: 40 },
-    xaxis: axis({ title: titled(`waited for (${plot.unit})`), type: "category", showgrid: false, fixedrange: true }),
-    yaxis: axis({ title: titled("who waited"), type: "category", showgrid: false, autorange: "reversed", fixedrange: true }),
+    xaxis: axis({ title: titled(`waited for (${plot.unit})`), type: "category", categoryarray: names, range: [-0.5, count - 0.5], showgrid: false, fixedrange: true }),
+    yaxis: axis({ title: titled("who waited"), type: "category", categoryarray: names, range: [count - 0.5, -0.5], showgrid: false, fixedrange: true }),
   }), config);
 };
