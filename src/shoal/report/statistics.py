@@ -231,6 +231,14 @@ def lead_of(samples: Mapping[str, Sequence[float]], direction: str, num_needed: 
     return Lead(tuple(near), tuple(name for name in order if name not in near), num_samples, num_needed)
 
 
+def interval(samples: Sequence[float]) -> float | None:
+    """Half of the mean's 95 % interval, by Student's t; None for a single sample, which has none."""
+    freedom = len(samples) - 1
+    if freedom < 1:
+        return None
+    return t_quantile(_TAIL, freedom) * math.sqrt(variance_of(samples) / len(samples))
+
+
 # --- Student's t ---
 
 _TINY = 1e-300

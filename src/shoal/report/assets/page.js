@@ -2,10 +2,6 @@
 const choices = data.sets.map(() => 0);
 function choiceOf(plot) { return choices[plot.set]; }
 
-const drawers = {
-  forest: drawForest, overview: drawOverview, spread: drawSpread, bars: drawBars, lines: drawLines, waits: drawWaits,
-  histogram: drawHistogram,
-};
 const places = [...document.querySelectorAll("[data-plot]")];
 const waiting = new Set();
 let turn = 0;
@@ -16,7 +12,7 @@ const next = () => {
   waiting.delete(element);
   turn = setTimeout(next, 0);
   const plot = data.plots[element.dataset.plot];
-  if (element.clientWidth) drawers[plot.kind](element, plot);
+  if (element.clientWidth) drawPlot(element, plot);
 };
 const draw = (isWanted = () => true) => {
   for (const element of places) if (isWanted(element)) waiting.add(element);
