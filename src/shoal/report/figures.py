@@ -367,7 +367,7 @@ _ROW = 16
 
 
 @dataclass(frozen=True)
-class Bar:
+class IntervalBar:
     """A value with its interval, or without; `note` stands beside the label."""
 
     label: str
@@ -380,16 +380,16 @@ class Bar:
     unit: str = ""
 
 
-def bar_of(row: Row, label: str, colour: int = 0) -> Bar:
+def bar_of(row: Row, label: str, colour: int = 0) -> IntervalBar:
     """The mean over the starts, with Student's 95 % interval where there are several."""
     medians = start_medians(row)
     mean, half = mean_of(medians), interval(medians)
     low, high = (None, None) if half is None else (mean - half, mean + half)
     note = "one run" if half is None else f"{len(medians)} runs"
-    return Bar(label, mean, low, high, note, colour, row.metric, row.unit)
+    return IntervalBar(label, mean, low, high, note, colour, row.metric, row.unit)
 
 
-def bars_figure(bars: Sequence[Bar], what: str = "") -> Figure:
+def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
     """A bar for each label from zero, its interval as a line; those without a value say why in their note.
 
     `what` names the axis where the bars are of several metrics.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from shoal.report.curves import Histogram, Line
-from shoal.report.figures import Bar, Chart, bar_of, bars_figure, histogram_figure, percentiles_figure
+from shoal.report.figures import Chart, IntervalBar, bar_of, bars_figure, histogram_figure, percentiles_figure
 from shoal.report.plots import (
     Colours,
     Contest,
@@ -94,13 +94,13 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
     return Section("What it took to reach the target", TARGET_HOW, beside_one_another(*parts))
 
 
-def _target_bar(row: Row | None, label: str, colour: int, num_runs: int, metric: str) -> Bar:
+def _target_bar(row: Row | None, label: str, colour: int, num_runs: int, metric: str) -> IntervalBar:
     if row is None:
-        return Bar(label, None, note=f"not reached in {counted(num_runs, 'run')}", metric=metric)
+        return IntervalBar(label, None, note=f"not reached in {counted(num_runs, 'run')}", metric=metric)
     bar = bar_of(row, label, colour)
     if len(row.starts) == num_runs:
         return bar
-    return Bar(
+    return IntervalBar(
         label, None, note=f"reached in {len(row.starts)} of {counted(num_runs, 'run')} only", metric=metric
     )
 
@@ -139,7 +139,7 @@ def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
                 note = f"{done:,.0f} of {total:,}"
                 label = " · ".join(part for part in (_CALLS[metric], name) if part)
                 colour = list(_TRIED).index(metric)
-                bars.append(Bar(label, done / total, low, high, note, colour, metric))
+                bars.append(IntervalBar(label, done / total, low, high, note, colour, metric))
         if bars:
             alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
             dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""
@@ -234,7 +234,7 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
     for item in shown:
         own = [(item, row) for metric in _SPEEDS for _, row in _rows([item], metric)]
         bars = [
-            Bar(" · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part), each.value, each.low,
+            IntervalBar(" · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part), each.value, each.low,
                 each.high, each.note, _SPEEDS.index(row.metric), row.metric, row.unit)
             for (_, row), name in zip(own, _names(own), strict=True)
             for each in [bar_of(row, name)]
