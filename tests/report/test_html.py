@@ -164,6 +164,29 @@ def test_every_section_begins_with_a_sentence_that_says_what_it_shows(tmp_path):
 
 
 @pytest.mark.usefixtures("plotly")
+def test_a_page_says_on_what_it_was_measured_before_anything_is_shown(tmp_path):
+    told = report(row(), result={"conditions": ["Two processes.", "One start."], "headline": ["It is fast."]})
+    text = Page(write_reports([told], tmp_path / "a.html", ["a"])).text
+    assert text.index("On what: Two processes. One start.") < text.index("Configuration")
+    assert text.count("Two processes.") == 1
+
+
+@pytest.mark.usefixtures("plotly")
+@pytest.mark.parametrize(
+    ("benchmark", "config", "words"),
+    [
+        ("compare", {"is_real": True}, "seconds are of the clock"),
+        ("compare", {"is_real": False}, "Time is virtual"),
+        ("dht", {"profile": "wan"}, "Time is virtual"),
+        ("dht", {"profile": None}, "real sockets"),
+    ],
+)
+def test_a_page_says_whether_time_was_virtual(tmp_path, benchmark, config, words):
+    made = samples.report(benchmark, [row()], config=config)
+    assert words in Page(write_reports([made], tmp_path / "a.html", ["a"])).text
+
+
+@pytest.mark.usefixtures("plotly")
 def test_plots_come_before_tables(tmp_path):
     for make in (samples.accuracy, samples.scaling, samples.latencies):
         page = write_reports([make()], tmp_path / "a.html", ["a"]).read_text(encoding="utf-8")

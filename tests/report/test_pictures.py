@@ -74,9 +74,9 @@ def dht(get_success=0.75, survival=0.5):
 
 def test_the_pictures_of_the_dht_are_success_hops_traffic_and_times():
     sections, figures = drawn(dht())
-    assert list(sections) == ["Did calls succeed?", "Hops of a call", "Traffic of a call", "Time of a call"]
+    assert list(sections) == ["Did calls succeed?", "Hops of a call", "Time of a call", "Traffic of a call"]
     assert "50 % of the peers were dead" in sections["Did calls succeed?"].content
-    success, hops, messages, times = figures
+    success, hops, times, messages = figures
     assert labels(success) == [
         "stores: 100 % (67.6 to 100) · 8 of 8",
         "reads: 75.0 % (30.1 to 95.4) · 3 of 4",

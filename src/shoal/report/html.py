@@ -748,8 +748,10 @@ def conditions(shown: Sequence[Shown]) -> str:
     for item in shown:
         prefix = f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
         told = item.report.result.get("conditions", [])
-        items += [f"<li>{prefix}{escape(text(line))}</li>" for line in told if isinstance(told, list)]
-    return f'<ul class="conditions">{"".join(items)}</ul>' if items else ""
+        if told and isinstance(told, list):
+            words = " ".join(text(line) for line in told)
+            items.append(f'<p class="conditions"><b>On what:</b> {prefix}{escape(words)}</p>')
+    return "".join(items)
 
 
 def facts(item: Shown) -> str:

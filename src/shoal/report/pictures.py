@@ -33,10 +33,10 @@ def pictures(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> 
         target_bars(shown, figures, colours),
         Section("Did calls succeed?", SUCCESS_HOW, _success_bars(shown, figures)),
         Section("Hops of a call", HOPS_HOW, _hops(shown, figures)),
-        Section("Traffic of a call", TRAFFIC_HOW, _traffic(shown, figures)),
         Section("Throughput", THROUGHPUT_HOW, _throughput(shown, figures)),
         Section("Throughput by number of clients", CLIENTS_HOW, _by_clients(shown, figures, colours)),
         Section("Time of a call", CALLS_HOW, _call_times(shown, figures)),
+        Section("Traffic of a call", TRAFFIC_HOW, _traffic(shown, figures)),
     ]
     return [section for section in sections if section.content]
 
@@ -234,11 +234,13 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
     for item in shown:
         own = [(item, row) for metric in _SPEEDS for _, row in _rows([item], metric)]
         bars = [
-            IntervalBar(" · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part), each.value, each.low,
-                each.high, each.note, _SPEEDS.index(row.metric), row.metric, row.unit)
+            bar_of(
+                row,
+                " · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part),
+                _SPEEDS.index(row.metric),
+            )
             for (_, row), name in zip(own, _names(own), strict=True)
-            for each in [bar_of(row, name)]
-        ]  # fmt: skip
+        ]
         if bars:
             parts.append(titled(item.label, figures.place(bars_figure(bars, "Samples in a second"))))
     return beside_one_another(*parts)

@@ -81,7 +81,11 @@ def changes_of(report: Report) -> dict[str, dict[str, list[float]]]:
 def summarize_accuracy(report: Report) -> dict[str, Any]:
     """The RESULT line: means over starts, by split and contender; of what was reached in every start."""
     outcomes = outcomes_of(report)
-    result: dict[str, Any] = {"headline": headline(report), "device": report.config.get("device", "cpu")}
+    result: dict[str, Any] = {
+        "headline": headline(report),
+        "conditions": _conditions(report),
+        "device": report.config.get("device", "cpu"),
+    }
     for metric, places in _MEANS.items():
         result[metric] = {
             split: {

@@ -23,7 +23,7 @@ const ofTheme = (text) => {
 const VALUES = new Set(["x", "y", "text", "ticktext", "tickvals", "customdata", "meta", "categoryarray"]);
 const themed = (part) => {
   if (typeof part === "string") return ofTheme(part);
-  if (Array.isArray(part)) return typeof part[0] === "number" ? part : part.map(themed);
+  if (Array.isArray(part)) return typeof part[0] === "number" && typeof part[1] !== "string" ? part : part.map(themed);
   if (part === null || typeof part !== "object") return part;
   if (part.list !== undefined) return data.lists[part.list];
   return Object.fromEntries(Object.entries(part).map(([name, value]) => [name, VALUES.has(name) && !(value && value.list !== undefined) ? value : themed(value)]));
