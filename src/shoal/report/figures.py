@@ -200,7 +200,12 @@ def _tick(value: float) -> str:
 
 
 def _axis_title(metric: str, unit: str) -> str:
-    return sentence_case(metric_words(metric)) + (f" ({unit})" if unit else "")
+    return _with_unit(sentence_case(metric_words(metric)), unit)
+
+
+def _with_unit(words: str, unit: str) -> str:
+    """Words of rates say themselves that they are of a second."""
+    return words if unit in {"", "/s"} else f"{words} ({unit})"
 
 
 # --- lines ---
@@ -434,7 +439,7 @@ def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
                 "arrayminus": short([(bar.value - low) / scale.factor]),
             }  # fmt: skip
         traces.append(trace)
-    title = what + f" ({scale.unit})" * bool(scale.unit) if what else _axis_title(first.metric, scale.unit)
+    title = _with_unit(what or sentence_case(metric_words(first.metric)), scale.unit)
     x = {"title": _title(title), "rangemode": "tozero", "zeroline": False}
     return {"data": traces, "layout": _stacked("bars", labels, 1, x)}
 

@@ -47,6 +47,7 @@ from shoal.report.plots import (
     scaling_plots,
     wait_plots,
 )
+from shoal.report.published import beside_documents
 from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_number, text
 from shoal.report.statistics import (
     MIN_SEEDS,
@@ -304,6 +305,8 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         Section("Staleness", STALENESS_HOW, histogram_plots(shown, figures, colours)),
         Section("At a glance", GLANCE_HOW + told, glance),
     ]
+    if not is_diff:
+        found.append(beside_documents(shown))
     drawn = dict.fromkeys(scaling_groups(shown), True)
     folds = []
     for group in gathered(group_reports([item.report for item in shown])):

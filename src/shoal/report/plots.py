@@ -106,21 +106,15 @@ class PageFigures:
                 lists.append(value)
             return {"list": number}
 
-        plots = [
-            plot
-            | {
-                "figures": [
-                    figure
-                    | {
-                        "data": [
-                            {name: once(each) for name, each in trace.items()} for trace in figure["data"]
-                        ]
-                    }
-                    for figure in plot["figures"]
-                ]
-            }
-            for plot in self.plots
-        ]
+        def packed(figure: Figure) -> Figure:
+            # the names of groups are the legend's of `Report.figure`: a page has its own
+            traces = [
+                {name: once(value) for name, value in trace.items() if name != "legendgroup"}
+                for trace in figure["data"]
+            ]
+            return {"data": traces, "layout": figure["layout"]}
+
+        plots = [plot | {"figures": [packed(figure) for figure in plot["figures"]]} for plot in self.plots]
         return {"plots": plots, "sets": self.sets, "palette": palette, "lists": lists}
 
     def share_samples(self, num_plots: int) -> int:
@@ -256,7 +250,9 @@ class ReportGroup:
         """What tells a line from the others."""
         row = self.present[index]
         if self.is_mixed:
-            return " · ".join(part for part in (metric_words(row.metric), key_label(row.key)) if part)
+            words, shared = metric_words(row.metric), shared_key(self.present)
+            own = row_label(row, shared)
+            return words if own == words else f"{words} · {own}"
         return row_label(row, shared_key(self.present))
 
 

@@ -77,7 +77,7 @@ def counted(count: int, noun: str, several: str = "") -> str:
 def ranged(values: Sequence[float], unit: str) -> str:
     """The median of several starts and how far they reach: '12.3 ms (11.0 to 14.2 over 5 starts)'."""
     median = statistics.median(values)
-    scale = scale_for(unit, median)
+    scale = scale_for(unit, median) if unit == "s" or unit in _BYTES else Scale(1.0, unit)
     if len(values) == 1:
         return f"{scale.format(median)} (one start)"
     reach = f"{scale.number(min(values))} to {scale.number(max(values))}"

@@ -274,6 +274,7 @@ KEYS = {
     "contender": "strategy",
     "expert_class": "expert",
     "global_average_every": "global average every",
+    "hidden_dim": "hidden size",
     "in_flight": "in flight",
     "learning_rate": "learning rate",
     "method": "way",
