@@ -192,7 +192,7 @@ def test_a_page_says_whether_time_was_virtual(tmp_path, benchmark, config, words
 
 @pytest.mark.usefixtures("plotly")
 def test_plots_come_before_tables(tmp_path):
-    for make in (samples.accuracy, samples.scaling, samples.latencies):
+    for make in (samples.accuracy, samples.scaling, samples.latencies, huge):
         page = write_reports([make()], tmp_path / "a.html", ["a"]).read_text(encoding="utf-8")
         assert 0 < page.index("data-plot=") < page.index("<table")
 

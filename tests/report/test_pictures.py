@@ -38,11 +38,18 @@ def test_who_reached_the_target_has_a_bar_with_its_interval_and_the_others_say_w
     assert "What it took to reach the target" in sections
     assert [label.partition(":")[0] for label in labels(figure)] == ["fast", "slow", "never", "once"]
     assert "2.00 s ± 2.48" in labels(figure)[0]
+    assert "± 2.48" in labels(figure)[1]
     assert labels(figure)[2:] == ["never: not reached in 3 runs", "once: reached in 1 of 3 runs only"]
     fast, slow = figure["data"]
     assert (fast["x"], slow["x"]) == ([2], [9])
     assert fast["error_x"]["array"][0] == pytest.approx(4.303 / 3**0.5, rel=1e-2)
     assert fast["error_x"]["arrayminus"] == [2], "cut at zero, where the bar begins"
+
+
+def test_an_interval_is_as_wide_as_is_usual_so_that_bars_and_headlines_agree():
+    _, (figure,) = drawn(compared({"a": [4, 4, 4], "b": [4, 5, 6], "c": [4, 6, 8]}))
+    widths = {bar["name"]: bar["error_x"]["array"][0] for bar in figure["data"]}
+    assert widths["a"] == widths["b"] < widths["c"]
 
 
 def test_a_single_run_has_no_interval():

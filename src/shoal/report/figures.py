@@ -385,10 +385,10 @@ class IntervalBar:
     unit: str = ""
 
 
-def bar_of(row: Row, label: str, colour: int = 0) -> IntervalBar:
-    """The mean over the starts, with Student's 95 % interval where there are several."""
+def bar_of(row: Row, label: str, colour: int = 0, least_deviation: float = 0.0) -> IntervalBar:
+    """The mean over the starts, with its 95 % interval (`statistics.interval`) where there are several."""
     medians = start_medians(row)
-    mean, half = mean_of(medians), interval(medians)
+    mean, half = mean_of(medians), interval(medians, least_deviation)
     low, high = (None, None) if half is None else (mean - half, mean + half)
     note = "one run" if half is None else f"{len(medians)} runs"
     return IntervalBar(label, mean, low, high, note, colour, row.metric, row.unit)
@@ -525,7 +525,7 @@ class _Marks:
                 found.append(base | {"mode": "lines", "x": x, "y": y, "line": line, "opacity": opacity})
                 found[-1]["hoverinfo"] = "skip"
         if self._samples[0]:
-            marker = {"color": colour, "size": 5, "opacity": 0.45, "symbol": "line-ns-open"}
+            marker = {"color": colour, "size": 6, "opacity": 0.6, "symbol": "circle-open"}
             found.append(
                 base | {"mode": "markers", "x": self._samples[0], "y": self._samples[1], "marker": marker}
             )

@@ -65,6 +65,7 @@ from shoal.report.storage import write_atomically
 from shoal.report.units import Scale, counted, percent
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
 from shoal.report.words import (
+    ABSENT,
     BenchmarkWords,
     benchmark_words,
     figure_scale,
@@ -309,8 +310,10 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         Section("Speed by number of workers", SCALING_HOW, scaling_plots(shown, figures, colours)),
         Section("Who waited for whom", WAITS_HOW, wait_plots(shown, figures)),
         Section("Staleness", STALENESS_HOW, histogram_plots(shown, figures, colours)),
-        Section("At a glance", GLANCE_HOW + told, glance),
     ]
+    at_a_glance = Section("At a glance", GLANCE_HOW + told, glance)
+    is_drawn = any(section.content for section in found)
+    found += [at_a_glance] * is_drawn
     if not is_diff:
         found.append(beside_documents(shown))
     drawn = dict.fromkeys(scaling_groups(shown), True)
@@ -326,11 +329,8 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
             folds.append(folded(title, f'<p class="lead">{escape(section.about)}</p>{section.content}'))
         else:
             found.append(section)
-    found.append(
-        Section(
-            "More figures", "Figures that a closer look needs, folded; press one to open it.", "".join(folds)
-        )
-    )
+    about = "Figures that a closer look needs, folded; press one to open it."
+    found += [*([] if is_drawn else [at_a_glance]), Section("More figures", about, "".join(folds))]
     return [section for section in found if section.content]
 
 
@@ -428,7 +428,7 @@ def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
         kind, shown = ("key number", f"{value:,}") if is_number(value) else ("key", text(value))
         if isinstance(value, bool):
             shown = "yes" if value else "no"
-        shown = "–" if value is None else shown
+        shown = ABSENT.get(name, "–") if value is None else shown
         cells.append(f'<th scope="row"{rows} class="{kind}">{escape(shown)}</th>')
     return "".join(cells)
 

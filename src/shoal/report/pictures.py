@@ -20,7 +20,7 @@ from shoal.report.plots import (
     titled,
 )
 from shoal.report.schema import Row, is_number
-from shoal.report.statistics import PERCENTILES, percentile, start_medians
+from shoal.report.statistics import PERCENTILES, percentile, start_medians, usual_deviation
 from shoal.report.units import counted
 from shoal.report.words import metric_words, sentence_case
 
@@ -75,18 +75,24 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
     settings = list(dict.fromkeys(contest.setting(row.key) for _, row in ran))
     parts = []
     for metric in TARGETS:
-        reached = {(item.number, contest.contender(row.key), contest.setting(row.key)): row
-                   for item, row in _rows(shown, metric)}  # fmt: skip
+        reached = {(item.number, row.identity[1]): row for item, row in _rows(shown, metric)}
         for setting in settings if reached else ():
+            runs = [(item, row) for item, row in ran if contest.setting(row.key) == setting]
+            found = [(item, end, reached.get((item.number, end.identity[1]))) for item, end in runs]
+            least = usual_deviation(
+                start_medians(row)
+                for _, end, row in found
+                if row is not None and len(row.starts) == len(end.starts)
+            )
             bars = []
-            for item, row in ran:
-                contender = contest.contender(row.key)
-                if contest.setting(row.key) != setting:
-                    continue
+            for item, end, row in found:
+                contender = contest.contender(end.key)
                 colour = colours.setdefault(contender, len(colours))
                 label = " · ".join(part for part in (item.label, contender) if part) or "all"
-                there = reached.get((item.number, contender, setting))
-                bars.append(_target_bar(there, label, colour, len(row.starts), metric))
+                if row is not None and len(row.starts) == len(end.starts):
+                    bars.append(bar_of(row, label, colour, least))
+                else:
+                    bars.append(IntervalBar(label, None, note=_why_not(row, len(end.starts)), metric=metric))
             bars.sort(key=lambda bar: math.inf if bar.value is None else bar.value)
             if any(bar.value is not None for bar in bars):
                 title = sentence_case(metric_words(metric)) + (f" · {setting}" if setting else "")
@@ -94,19 +100,16 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
     return Section("What it took to reach the target", TARGET_HOW, beside_one_another(*parts))
 
 
-def _target_bar(row: Row | None, label: str, colour: int, num_runs: int, metric: str) -> IntervalBar:
+def _why_not(row: Row | None, num_runs: int) -> str:
+    """Why somebody has no bar: it did not reach the target in every run."""
     if row is None:
-        return IntervalBar(label, None, note=f"not reached in {counted(num_runs, 'run')}", metric=metric)
-    bar = bar_of(row, label, colour)
-    if len(row.starts) == num_runs:
-        return bar
-    return IntervalBar(
-        label, None, note=f"reached in {len(row.starts)} of {counted(num_runs, 'run')} only", metric=metric
-    )
+        return f"not reached in {counted(num_runs, 'run')}"
+    return f"reached in {len(row.starts)} of {counted(num_runs, 'run')} only"
 
 
 TARGET_HOW = (
-    "The mean over the runs that differ in their seed, with its 95 % interval as a line. Where two lines "
+    "The mean over the runs that differ in their seed, with its 95 % interval as a line; an interval is at "
+    "least as wide as is usual among them, as few runs that agree by chance prove nothing. Where two lines "
     "overlap, these runs do not tell one from the other; a single run has no interval and tells nothing. "
     "Only who reached the target in every run has a bar."
 )

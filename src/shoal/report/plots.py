@@ -44,7 +44,7 @@ from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
 from shoal.report.statistics import PERCENTILES, mean_of, percentile, start_medians
 from shoal.report.units import scale_for
 from shoal.report.views import Group, shared_key, verdict_text
-from shoal.report.words import key_label, metric_words, sentence_case
+from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
 
 # --- places and sets ---
 
@@ -253,7 +253,11 @@ class ReportGroup:
             words, shared = metric_words(row.metric), shared_key(self.present)
             own = row_label(row, shared)
             return words if own == words else f"{words} · {own}"
-        return row_label(row, shared_key(self.present))
+        label = row_label(row, shared_key(self.present))
+        if label == metric_words(row.metric):
+            entries = {name: True for other in self.present for name in other.key if name not in row.key}
+            return next((ABSENT[name] for name in entries if name in ABSENT), label)
+        return label
 
 
 def has_samples(line: Sequence[Row | None]) -> bool:

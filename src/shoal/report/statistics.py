@@ -231,12 +231,22 @@ def lead_of(samples: Mapping[str, Sequence[float]], direction: str, num_needed: 
     return Lead(tuple(near), tuple(name for name in order if name not in near), num_samples, num_needed)
 
 
-def interval(samples: Sequence[float]) -> float | None:
-    """Half of the mean's 95 % interval, by Student's t; None for a single sample, which has none."""
+def interval(samples: Sequence[float], least_deviation: float = 0.0) -> float | None:
+    """Half of the mean's 95 % interval, by Student's t; None for a single sample, which has none.
+
+    `least_deviation` is what the deviation is at least taken to be, as `lead_of` does it among contenders.
+    """
     freedom = len(samples) - 1
     if freedom < 1:
         return None
-    return t_quantile(_TAIL, freedom) * math.sqrt(variance_of(samples) / len(samples))
+    deviation = max(math.sqrt(variance_of(samples)), least_deviation)
+    return t_quantile(_TAIL, freedom) * deviation / math.sqrt(len(samples))
+
+
+def usual_deviation(samples: Iterable[Sequence[float]]) -> float:
+    """The median of the contenders' deviations; 0 where each has a single sample."""
+    deviations = [math.sqrt(variance_of(found)) for found in samples if len(found) > 1]
+    return percentile(deviations, 50) if deviations else 0.0
 
 
 # --- Student's t ---

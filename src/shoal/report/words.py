@@ -296,6 +296,10 @@ _ALONE = ("contender", "strategy", "method", "scenario", "mode", "model", "via",
 """Entries whose text says enough without the entry's name."""
 
 
+ABSENT = {"via": "streams"}
+"""What an entry is where a key lacks it and others have it."""
+
+
 def key_words(name: str) -> str:
     """What an entry of a key is called for people."""
     return KEYS.get(name, name.removeprefix("num_").replace("_", " "))
