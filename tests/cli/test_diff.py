@@ -120,7 +120,6 @@ def test_json_on_stdout_is_alone_there(run, make):
 
 
 def test_json_and_html_files_are_written_and_named(run, make, tmp_path):
-    pytest.importorskip("plotly")
     outcome = run(make("a"), make("b"), "--json", tmp_path / "d.json", "--html", tmp_path / "d.html")
     assert json.loads((tmp_path / "d.json").read_bytes())["schema"] == "shoal-diff"
     assert "Change of the median" in (tmp_path / "d.html").read_text(encoding="utf-8")

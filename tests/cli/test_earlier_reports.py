@@ -39,7 +39,6 @@ def test_there_are_some_of_both_benchmarks():
 
 @pytest.mark.parametrize("path", REPORTS, ids=name_of)
 def test_a_report_is_shown(path, tmp_path, capsys):
-    pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     assert str(page) in call(capsys, "report", path, "-o", page)
     shown = page.read_text()

@@ -187,8 +187,6 @@ def test_the_module_and_the_console_script_are_one_program():
 )
 def test_what_needs_no_torch_does_not_import_it(saved, verb):
     arguments = verb.split()
-    if verb == "report":
-        pytest.importorskip("plotly")
     if verb in ("diff", "report"):
         arguments += saved
     code = (

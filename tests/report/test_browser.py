@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from report import samples
+from report import samples, test_pictures
 from shoal.report import compare
 from shoal.report.html import write_diff, write_reports
 
@@ -36,12 +36,31 @@ const conclude = () => {
   const plots = [...document.querySelectorAll("[data-plot]")];
   found.undrawn = plots.filter((plot) => !plot.querySelector("svg.main-svg")).length;
   found.drawn = plots.length - found.undrawn;
-  found.tooWide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+  /* whatever is wider than the page and does not scroll by itself */
+  const wide = [...document.querySelectorAll("body *")].filter((part) => !part.closest(".scroll, svg")
+    && part.getBoundingClientRect().right > document.documentElement.clientWidth + 1);
+  found.tooWide = wide.map((part) => `${part.tagName} ${part.className}`);
   found.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   document.body.dataset.found = JSON.stringify(found);
 };
 setTimeout(finish, 20);
 </script>"""
+
+TIMES = {"all-reduce": [8, 9, 10], "a-strategy-with-a-long-name-that-wraps": [1, 2, 3], "never": []}
+LOOKS = {"phone": (390, "dark"), "desk": (1200, "light")}
+"""Width in pixels and theme. A window has a least width, so that the page stands in a frame."""
+FRAME = """<!doctype html><body style="margin:0">
+<iframe style="width:%dpx;height:1600px;border:0"></iframe>
+<script>
+const frame = document.querySelector("iframe");
+const look = () => {
+  const found = frame.contentDocument?.body?.dataset.found;
+  if (!found) return setTimeout(look, 50);
+  document.body.dataset.found = found;
+};
+frame.srcdoc = %s;
+look();
+</script></body>"""
 
 PAGES = {
     "accuracy": lambda path: write_reports([samples.accuracy()], path, ["a.json"]),
@@ -52,6 +71,11 @@ PAGES = {
     ),
     "several": lambda path: write_reports(
         [samples.accuracy(), samples.latencies(), samples.latencies(1)], path, ["a", "b", "c"]
+    ),
+    "compare": lambda path: write_reports([test_pictures.compared(TIMES)], path, ["a.json"]),
+    "dht": lambda path: write_reports([test_pictures.dht()], path, ["a.json"]),
+    "experts": lambda path: write_reports(
+        [test_pictures.experts(1), test_pictures.experts(4)], path, ["a", "b"]
     ),
     "diff": lambda path: write_diff(
         compare(samples.latencies(), samples.latencies(1, 1.1)), path, ["a", "b"]
@@ -64,12 +88,14 @@ PAGES = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt install chromium")
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("kind", PAGES)
-def test_a_page_draws_all_its_plots_without_errors_or_requests(kind, tmp_path):
-    pytest.importorskip("plotly")
-    path = PAGES[kind](tmp_path / "page.html")
+def test_a_page_draws_all_its_plots_without_errors_or_requests(kind, look, tmp_path):
+    path, (width, theme) = PAGES[kind](tmp_path / "page.html"), LOOKS[look]
     page = path.read_text(encoding="utf-8")
-    path.write_text(page.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{TELL}</body>"))
+    shown = page.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{TELL}</body>")
+    shown = shown.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
+    path.write_text(FRAME % (width, json.dumps(shown).replace("</", "<\\/")), encoding="utf-8")
     command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
     done = subprocess.run(
         [*command[:-1], "--enable-logging=stderr", command[-1]],
@@ -78,6 +104,6 @@ def test_a_page_draws_all_its_plots_without_errors_or_requests(kind, tmp_path):
     found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found, done.stderr[-2000:]
     told = json.loads(found[1].replace("&quot;", '"'))
-    assert told == {"errors": [], "undrawn": 0, "drawn": told["drawn"], "tooWide": False, "requests": []}
+    assert told == {"errors": [], "undrawn": 0, "drawn": told["drawn"], "tooWide": [], "requests": []}
     assert told["drawn"] == len(re.findall("data-plot=", page.partition("<script>")[0])) > 0
     assert "CONSOLE" not in done.stderr

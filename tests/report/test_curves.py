@@ -100,14 +100,15 @@ def test_each_contender_setting_and_report_has_bars_that_hold_all_its_updates():
     ]
     content = histogram_plots(shown, figures, {})
     assert content.count("<h4>") == len(figures.plots) == 4
-    assert "<h4>A · dmoe, 1000 ms · of=trainers</h4>" in content
-    for plot in figures.plots:
-        assert len(plot["behind"]) <= 60
-        assert sum(plot["shares"]) == pytest.approx(100)
+    assert "<h4>A · dmoe, 1000 ms · of trainers</h4>" in content
+    drawn = [plot["figures"][0]["data"][0] for plot in figures.plots]
+    for bars in drawn:
+        assert len(bars["x"]) <= 60
+        assert sum(bars["y"]) == pytest.approx(100, abs=0.2)
     rows = [row for row in samples.convergence().rows if row.key.get("of") == "trainers"]
-    assert sum(figures.plots[0]["counts"]) == sum(sum(row.samples) for row in rows)
-    assert figures.plots[0]["names"][1] == "5 to 9"
-    assert figures.plots[0]["colour"] != figures.plots[2]["colour"]
+    assert f"Of {sum(sum(row.samples) for row in rows):,.0f} half" in content
+    assert drawn[0]["text"][1].startswith("5 to 9 behind")
+    assert drawn[0]["marker"]["color"] != drawn[2]["marker"]["color"]
 
 
 def test_a_report_without_staleness_has_no_bars():

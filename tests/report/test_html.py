@@ -1,18 +1,21 @@
 """"""
 
+import base64
+import gzip
 import json
 import random
 import re
-import sys
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
 from report import samples
-from shoal.core.errors import ReportError, UsageError
+from shoal.core.errors import UsageError
 from shoal.report import Curve, Report, Row, compare
+from shoal.report.figures import PALETTE, thin
 from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
-from shoal.report.plots import Shown, bars_data, group_reports, overview_data, spread_data, thin
+from shoal.report.plots import MAX_SAMPLES, PageFigures, Shown, closer, distribution, group_reports
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -46,7 +49,17 @@ class Page(HTMLParser):
         return json.loads(self.scripts[0])
 
     def plots(self, kind):
-        return [plot for plot in self.data["plots"] if plot["kind"] == kind]
+        """The figures of a kind; of those with a choice the first."""
+        first = [plot["figures"][0] for plot in self.data["plots"]]
+        lists = self.data["lists"]
+        for figure in first:
+            for trace in figure["data"]:
+                trace |= {
+                    name: lists[value["list"]]
+                    for name, value in trace.items()
+                    if isinstance(value, dict) and "list" in value
+                }
+        return [figure for figure in first if figure["layout"]["meta"]["kind"] == kind]
 
 
 def row(seconds=1e-4, key=None, num_starts=6, **fields):
@@ -55,6 +68,42 @@ def row(seconds=1e-4, key=None, num_starts=6, **fields):
     return Row(
         **{"key": key, "metric": "latency", "unit": "s", "direction": "lower", "starts": starts} | fields
     )
+
+
+def huge():
+    """Forty rows of four thousand samples each, which do not repeat."""
+    rng = random.Random(0)
+    rows = [
+        samples.row({"size": size}, "latency", "s", "lower", samples.around(rng, 1e-3 * size, 0.1, 5, 800))
+        for size in range(1, 41)
+    ]
+    return samples.report("transport", rows)
+
+
+def contest_of_all():
+    """Seventeen strategies over five seeds: four figures along three axes."""
+    rng = random.Random(0)
+    steps = [5.0 * number for number in range(40)]
+    curves = [
+        Curve(
+            key={"strategy": f"strategy-{number}"},
+            metric=metric,
+            unit="",
+            direction="higher",
+            starts=[
+                {
+                    "value": [rng.random() for _ in steps],
+                    "step": steps,
+                    "s": [step * rng.random() for step in steps],
+                    "bytes": [step * 1e5 * (number + 1) for step in steps],
+                }
+                for _ in range(5)
+            ],
+        )
+        for metric in ("accuracy", "worst_accuracy", "loss", "consensus_distance")
+        for number in range(17)
+    ]
+    return samples.report("compare", curves=curves)
 
 
 def report(*rows, **fields):
@@ -76,7 +125,7 @@ def plotly(monkeypatch, request):
 
 @pytest.fixture
 def real_plotly():
-    return pytest.importorskip("plotly")
+    """The program that draws, as users get it."""
 
 
 @pytest.mark.usefixtures("plotly")
@@ -85,10 +134,67 @@ def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
     assert not [tag for tag, attributes in page.tags if "src" in attributes or tag == "link"]
     assert all(attributes["href"].startswith("#") for _, attributes in page.tags if "href" in attributes)
     assert len(page.scripts) == 3
-    assert len(page.scripts[1]) > 1_000_000
+    assert b"Licensed under the MIT license" in gzip.decompress(base64.b64decode(page.scripts[1]))
+    assert "MIT license" in (tmp_path / "r.html").read_text(encoding="utf-8")
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
     assert "http" not in policy
+
+
+@pytest.mark.usefixtures("plotly")
+@pytest.mark.parametrize(
+    "makers", [[contest_of_all], [huge], [samples.accuracy, samples.training, samples.convergence, huge]]
+)
+def test_no_page_is_larger_than_one_and_a_half_megabytes(tmp_path, makers, real_plotly):
+    names = [f"{number}.json" for number in range(len(makers))]
+    page = write_reports([make() for make in makers], tmp_path / "r.html", names)
+    assert page.stat().st_size < 1_500_000
+
+
+def test_the_colours_of_figures_are_those_of_the_light_theme():
+    css = resources.files("shoal.report").joinpath("assets", "page.css").read_text()
+    light = css.partition("@media")[0]
+    for name, colour in PALETTE.items():
+        assert f"--{name}: {colour};" in light
+
+
+@pytest.mark.usefixtures("plotly")
+def test_every_section_begins_with_a_sentence_that_says_what_it_shows(tmp_path):
+    for number, make in enumerate((samples.accuracy, samples.scaling, samples.training, samples.latencies)):
+        page = write_reports([make()], tmp_path / f"{number}.html", ["a"]).read_text(encoding="utf-8")
+        sections = re.findall(r"<section[^>]*><h[23][^>]*>[^<]*</h[23]>(.*?)</p>", page)
+        assert len(sections) == page.count("<section") > 2
+        assert all(re.match(r'<p class="lead">[^<]{20,}[.]$', each) for each in sections)
+
+
+@pytest.mark.usefixtures("plotly")
+def test_a_page_says_on_what_it_was_measured_before_anything_is_shown(tmp_path):
+    told = report(row(), result={"conditions": ["Two processes.", "One start."], "headline": ["It is fast."]})
+    text = Page(write_reports([told], tmp_path / "a.html", ["a"])).text
+    assert text.index("On what: Two processes. One start.") < text.index("Configuration")
+    assert text.count("Two processes.") == 1
+
+
+@pytest.mark.usefixtures("plotly")
+@pytest.mark.parametrize(
+    ("benchmark", "config", "words"),
+    [
+        ("compare", {"is_real": True}, "seconds are of the clock"),
+        ("compare", {"is_real": False}, "Time is virtual"),
+        ("dht", {"profile": "wan"}, "Time is virtual"),
+        ("dht", {"profile": None}, "real sockets"),
+    ],
+)
+def test_a_page_says_whether_time_was_virtual(tmp_path, benchmark, config, words):
+    made = samples.report(benchmark, [row()], config=config)
+    assert words in Page(write_reports([made], tmp_path / "a.html", ["a"])).text
+
+
+@pytest.mark.usefixtures("plotly")
+def test_plots_come_before_tables(tmp_path):
+    for make in (samples.accuracy, samples.scaling, samples.latencies, huge):
+        page = write_reports([make()], tmp_path / "a.html", ["a"]).read_text(encoding="utf-8")
+        assert 0 < page.index("data-plot=") < page.index("<table")
 
 
 @pytest.mark.usefixtures("plotly")
@@ -133,7 +239,7 @@ def test_failed_rows_are_seen_in_table_and_notice(tmp_path):
     failed = row(key={"scenario": "bulk"}, num_starts=0, error="PeerLost: 7")
     page = Page(write_reports([report(row(), failed)], tmp_path / "r.html", ["r.json"]))
     assert page.text.count("PeerLost: 7") == 2
-    assert page.plots("overview")[0]["rows"][1]["failed"] == ["PeerLost: 7"]
+    assert page.plots("rows")[0]["layout"]["meta"]["labels"][1] == "bulk: failed"
 
 
 @pytest.mark.usefixtures("plotly")
@@ -144,7 +250,8 @@ def test_figures_config_environment_and_command_are_in_the_page(tmp_path):
     text = Page(path).text
     for words in (
         "file.json",
-        "106 µs",
+        "106",
+        "µs",
         "noise floor",
         "net.delay_s",
         "machine",
@@ -160,12 +267,9 @@ def test_several_reports_line_up_by_row_and_mark_what_differs(tmp_path):
     first = report(row(), row(key={"only": "a"}), config={"bucket": 25})
     second = report(row(2e-4), row(key={"only": "b"}), config={"bucket": 1})
     path = write_reports([first, second], tmp_path / "r.html", ["a", "b"])
-    rows = Page(path).plots("overview")[0]["rows"]
-    assert [[entry is not None for entry in line["series"]] for line in rows] == [
-        [True, True],
-        [True, False],
-        [False, True],
-    ]
+    figure = Page(path).plots("rows")[0]
+    dots = [trace["y"] for trace in figure["data"] if trace["mode"] == "markers"]
+    assert [[int(y) for y in of_report] for of_report in dots] == [[0, 1], [0, 2]]
     assert '<tr class="differs"><th scope="row">bucket</th>' in path.read_text(encoding="utf-8")
 
 
@@ -183,11 +287,12 @@ def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
         "lost",
     ):
         assert words in page.text
-    worse, failed, unsure = page.plots("forest")[0]["rows"]
-    assert worse["low"] < worse["change"] < worse["high"] < 0
-    assert failed["change"] is None
-    assert unsure["low"] is None
-    assert unsure["verdict"] == "too-few-starts"
+    interval, worse, unsure = page.plots("changes")[0]["data"]
+    assert interval["x"][0] < worse["x"][0] < interval["x"][1] < 0
+    assert worse["meta"]["verdict"] == "worse"
+    assert unsure["meta"]["verdict"] == "too-few-starts"
+    assert unsure["marker"]["color"] == PALETTE["paper"]
+    assert len(page.plots("changes")[0]["layout"]["meta"]["labels"]) == 3
 
 
 @pytest.mark.usefixtures("plotly")
@@ -214,15 +319,16 @@ def test_every_plot_of_the_data_has_one_place_in_the_page(tmp_path):
 def test_a_comparison_draws_both_sides_of_curves_and_percentiles(tmp_path):
     diff = compare(samples.accuracy(), samples.accuracy(1, 1.3))
     page = Page(write_diff(diff, tmp_path / "d.html", ["a", "b"]))
-    (step, *_) = page.plots("lines")[0]["views"]
-    assert sorted((line["series"], line["report"]) for line in step["lines"]) == [
-        (series, side) for series in range(4) for side in range(2)
+    step = page.plots("lines")[0]
+    drawn = [trace for trace in step["data"] if "fill" not in trace]
+    assert sorted((line["meta"]["series"], line["line"]["dash"]) for line in drawn) == [
+        (series, dash) for series in range(4) for dash in ("dash", "solid")
     ]
     times = Page(
         write_diff(compare(samples.latencies(), samples.latencies(1, 1.1)), tmp_path / "t.html", ["a", "b"])
     )
-    baseline, test = times.plots("bars")[0]["rows"][0]["reports"]
-    assert all(new > old for old, new in zip(baseline, test, strict=True))
+    baseline, test = times.plots("percentiles")[0]["data"]
+    assert all(new > old for old, new in zip(baseline["y"], test["y"], strict=True))
 
 
 @pytest.mark.usefixtures("plotly")
@@ -235,29 +341,16 @@ def test_units_are_never_mixed_in_one_chart():
     ]  # fmt: skip
 
 
-def test_few_samples_are_drawn_themselves_instead_of_percentiles():
-    def drawn(count):
-        (group,) = group_reports(
-            [report(row(1.0), Row(**FIELDS, starts=[[float(one) for one in range(count)]]))]
-        )
-        return overview_data(group)["rows"][1]["series"][0]
-
-    assert drawn(3)["quantiles"] == [None, None, 1.0, None, None]
-    assert drawn(3)["few"] == [0.0, 1.0, 2.0]
-    assert (drawn(4)["quantiles"][:2], drawn(4)["few"]) == ([None, 0.75], [])
-    assert None not in drawn(20)["quantiles"]
-    line = [Row(**FIELDS, starts=[[1.0, 2.0, 3.0]]), None]
-    assert bars_data(line)["reports"] == [[2.0, None, None, None], None]
-
-
 FIELDS = {"key": {"a": 2}, "metric": "latency", "unit": "s", "direction": "lower"}
 
 
 @pytest.mark.usefixtures("plotly")
 @pytest.mark.parametrize(("seconds", "is_log"), [(1e-3, False), (1.0, True), (0.0, False)])
 def test_far_apart_rows_get_a_logarithmic_axis_where_there_is_one(seconds, is_log):
-    (group,) = group_reports([report(row(1e-3), row(seconds, key={"a": 1}))])
-    assert overview_data(group)["isLog"] is is_log
+    shown = [Shown(report(row(1e-3), row(seconds, key={"a": 1})))]
+    (group,), figures = group_reports([item.report for item in shown]), PageFigures()
+    distribution(group, shown, figures)
+    assert (figures.plots[0]["figures"][0]["layout"]["xaxis"].get("type") == "log") is is_log
 
 
 @pytest.mark.usefixtures("plotly")
@@ -274,19 +367,12 @@ def test_thinning_keeps_order_ends_and_extremes():
 
 @pytest.mark.usefixtures("plotly")
 def test_huge_reports_stay_small_enough_to_draw():
-    (group,) = group_reports(
-        [report(Row(key={}, metric="m", unit="s", direction="lower", starts=[[1.0] * 20_000] * 20))]
-    )
-    starts = spread_data(group.rows[0])["reports"][0]["starts"]
-    assert sum(map(len, starts)) <= 4000
-
-
-@pytest.mark.usefixtures("plotly")
-def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, real_plotly):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ReportError, match=re.escape("pip install 'shoal[report]'")):
-        write_reports([report(row())], tmp_path / "r.html", ["r.json"])
-    assert not list(tmp_path.iterdir())
+    huge = Row(key={}, metric="m", unit="s", direction="lower", starts=[[1.0] * 20_000] * 20)
+    figures = PageFigures()
+    shown = [Shown(report(huge))]
+    closer(*group_reports([shown[0].report]), shown, figures)
+    (trace,) = figures.plots[0]["figures"][0]["data"]
+    assert len(trace["x"]) <= MAX_SAMPLES
 
 
 @pytest.mark.usefixtures("plotly")
@@ -365,7 +451,7 @@ def test_sizes_do_not_compete():
 
 
 def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
-    table = glance_tables([Shown(samples.training())])
+    table, _ = glance_tables([Shown(samples.training())])
     assert table.count("<table") == 1
     for words in ("examples_per_s", "fraction_of_ceiling", "pair-averaging", "failed"):
         assert words in table
@@ -373,7 +459,7 @@ def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
 
 
 def test_one_metric_alone_has_no_table():
-    assert glance_tables([Shown(samples.latencies())]) == ""
+    assert glance_tables([Shown(samples.latencies())])[0] == ""
 
 
 def test_what_is_called_none_competes_unless_it_is_who_competes():

@@ -26,17 +26,17 @@ def test_contenders_are_told_from_their_settings():
     ]
     contest = Contest(keys, aside=("num_workers",))
     assert [(contest.contender(key), contest.setting(key)) for key in keys] == [
-        ("pair", "split=iid"),
-        ("pair", "split=dirichlet:0.1"),
-        ("sma", "split=iid"),
-        ("sma", "split=dirichlet:0.1"),
+        ("pair", "split iid"),
+        ("pair", "split dirichlet:0.1"),
+        ("sma", "split iid"),
+        ("sma", "split dirichlet:0.1"),
     ]
 
 
 def test_keys_that_name_no_contender_compete_as_they_are():
     keys = [{"size": 1, "mode": "a"}, {"size": 2, "mode": "a"}]
     contest = Contest(keys)
-    assert [contest.contender(key) for key in keys] == ["size=1", "size=2"]
+    assert [contest.contender(key) for key in keys] == ["size 1", "size 2"]
     assert contest.setting(keys[0]) == ""
 
 
@@ -65,25 +65,37 @@ def drawn(plots, report, *others):
     return content, figures
 
 
+def plots(figures, kind):
+    """The figures of a kind, each with all its choices."""
+    found = [plot["figures"] for plot in figures.plots]
+    return [each for each in found if each[0]["layout"]["meta"]["kind"] == kind]
+
+
+def lines(figure):
+    """The lines without their bands."""
+    return [trace for trace in figure["data"] if "fill" not in trace]
+
+
 def test_every_metric_and_setting_of_the_curves_is_a_plot_along_every_axis():
     content, figures = drawn(curve_plots, samples.accuracy())
-    assert len(figures.plots) == 4
-    assert [view["x"]["title"] for view in figures.plots[0]["views"]] == [
-        "steps",
-        "seconds",
-        "bytes sent (MB)",
+    accuracies = plots(figures, "lines")[:2]
+    assert [figure["layout"]["xaxis"]["title"]["text"] for figure in accuracies[0]] == [
+        "Steps",
+        "Seconds",
+        "Bytes sent (MB)",
     ]
-    assert [len(view["lines"]) for view in figures.plots[0]["views"]] == [4, 4, 4]
+    assert [len(lines(figure)) for figure in accuracies[0]] == [4, 4, 4]
     assert [series["label"] for series in figures.sets[0]["series"]] == [
         "all-reduce", "neighbor", "pair", "local-sgd",
     ]  # fmt: skip
-    assert content.count("<h4>accuracy") == 2
+    assert content.count("<h4>Accuracy") == 2
     assert "bytes sent" in content
 
 
 def test_senders_of_much_and_of_little_are_both_seen():
     _, figures = drawn(curve_plots, samples.accuracy())
-    assert [view["x"]["isLog"] for view in figures.plots[0]["views"]] == [False, False, True]
+    (axes, *_) = plots(figures, "lines")
+    assert [figure["layout"]["xaxis"].get("type") for figure in axes] == [None, None, "log"]
 
 
 def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
@@ -92,30 +104,31 @@ def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
         key={"method": "ours"}, metric="throughput", unit="samples/s", direction="higher", starts=starts
     )
     report = samples.report("latency", curves=[rates])
-    assert curves_title([Shown(report)]) == (
-        "Over the mean delay of a layer", "mean over the repeats, band: all of them"
-    )  # fmt: skip
+    assert curves_title([Shown(report)])[0] == "Over the mean delay of a layer"
     assert curves_title([Shown(samples.accuracy())])[0] == "Over time"
     _, figures = drawn(curve_plots, report)
-    (view,) = figures.plots[0]["views"]
-    assert view["x"]["title"] == "mean delay of a layer (ms)"
-    assert view["lines"][0]["x"] == [0.0, 50.0]
+    (figure,) = figures.plots[0]["figures"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "Mean delay of a layer (ms)"
+    assert lines(figure)[0]["x"] == [0, 50]
 
 
 def test_scaling_shows_measured_predicted_and_ideal():
-    content, figures = drawn(scaling_plots, samples.scaling())
-    speed = figures.plots[0]["views"][0]["lines"]
-    assert [line["style"] for line in speed] == ["points"] * 3 + ["predicted"] * 3 + ["ideal"]
-    assert [line["series"] for line in speed] == [0, 1, 2, 0, 1, 2, -1]
+    _, figures = drawn(scaling_plots, samples.scaling())
+    speed = lines(figures.plots[0]["figures"][0])
+    dashes = [(trace["meta"]["series"], trace["line"]["dash"], trace["mode"]) for trace in speed]
+    measured = [(series, "solid", "lines+markers") for series in range(3)]
+    assert dashes == [*measured, *((series, "dash", "lines") for series in range(3)), (-1, "dot", "lines")]
     assert speed[0]["x"] == [1, 2, 4]
+    assert "error_y" in speed[0]
     ideal = speed[-1]
     assert ideal["x"] == [1, 1024]
-    assert ideal["y"][1] == pytest.approx(1024 * max(line["y"][0] for line in speed[:3]))
+    assert ideal["y"][1] == pytest.approx(1024 * max(line["y"][0] for line in speed[:3]), rel=1e-3)
     efficiency = next(
-        plot for plot in figures.plots if plot["y"]["title"].startswith("speed as a fraction of linear")
+        figure
+        for (figure,) in plots(figures, "lines")
+        if figure["layout"]["yaxis"]["title"]["text"].startswith("Speed as a fraction of linear")
     )
-    assert all(line["style"] != "ideal" for line in efficiency["views"][0]["lines"])
-    assert "dashed: predicted" in content
+    assert all(line["line"]["dash"] != "dot" for line in efficiency["data"])
 
 
 @pytest.mark.parametrize(
@@ -136,9 +149,9 @@ def test_no_scaling_curve_of_one_number_of_ranks_or_of_words(keys):
 
 def test_two_reports_share_the_colours_of_contenders_and_differ_in_dashes():
     content, figures = drawn(curve_plots, samples.accuracy(), samples.accuracy(1))
-    lines = figures.plots[0]["views"][0]["lines"]
-    assert sorted((line["series"], line["report"]) for line in lines) == [
-        (series, report) for series in range(4) for report in range(2)
+    found = lines(figures.plots[0]["figures"][0])
+    assert sorted((line["meta"]["series"], line["line"]["dash"]) for line in found) == [
+        (series, dash) for series in range(4) for dash in ("dash", "solid")
     ]
     assert 'class="dash d1">B' in content
 
@@ -150,14 +163,16 @@ def test_a_lone_contender_gets_the_colours_of_the_reports():
     reports = [samples.report("accuracy", curves=[alone]) for _ in range(2)]
     _, figures = drawn(curve_plots, *reports)
     assert [series["label"] for series in figures.sets[0]["series"]] == ["A", "B"]
-    assert [line["series"] for line in figures.plots[0]["views"][0]["lines"]] == [0, 1]
+    assert [line["meta"]["series"] for line in figures.plots[0]["figures"][0]["data"]] == [0, 1]
 
 
 def test_values_over_decades_get_a_logarithmic_axis_that_owns_up_to_zeros():
     starts = [{"value": [0.0, 1e-4, 1e-2, 1.0], "step": [0, 1, 2, 3]}]
     apart = Curve(key={}, metric="distance", unit="", direction="lower", starts=starts)
     _, figures = drawn(curve_plots, samples.report("accuracy", curves=[apart]))
-    assert figures.plots[0]["y"]["title"] == "distance (log, without zeros)"
+    layout = figures.plots[0]["figures"][0]["layout"]
+    assert layout["yaxis"]["type"] == "log"
+    assert layout["yaxis"]["title"]["text"].endswith("logarithmic, without zeros")
 
 
 def test_percentiles_are_of_times_with_enough_samples():
@@ -165,21 +180,23 @@ def test_percentiles_are_of_times_with_enough_samples():
     times = samples.latencies().rows
     rate = Row(key={}, metric="rate", unit="1/s", direction="higher", starts=[[1.0] * 100])
     few = Row(key={"few": 1}, metric="latency", unit="s", direction="lower", starts=[[1.0] * 5])
-    assert percentile_plot([("rate", rate), ("few", few)], figures, [0, 1]) == ""
-    percentile_plot([("few", few), *((row.label, row) for row in times)], figures, range(4))
-    (view,) = figures.plots[0]["views"]
-    assert [line["series"] for line in view["lines"]] == [0, 1, 2]
-    assert all(line["x"] == sorted(line["x"]) for line in view["lines"])
+    assert percentile_plot([("rate", rate), ("few", few)], figures) == ""
+    percentile_plot([("few", few), *((row.label, row) for row in times)], figures)
+    (figure,) = figures.plots[0]["figures"]
+    assert [line["meta"]["series"] for line in figure["data"]] == [0, 1, 2]
+    assert all(line["x"] == sorted(line["x"]) for line in figure["data"])
 
 
 def test_each_strategy_has_a_map_in_one_scale_and_a_sentence():
     figures = PageFigures()
     content = wait_plots([Shown(samples.training())], figures)
-    sync, pair = figures.plots
-    assert sync["names"] == ["0", "1", "2", "3"]
-    assert sync["longest"] == pair["longest"]
-    assert all(sync["values"][rank][rank] is None for rank in range(4))
-    assert all(sync["values"][rank][1] > 10 * sync["values"][rank][2] for rank in (0, 3))
+    (sync,), (pair,) = plots(figures, "waits")
+    assert sync["layout"]["yaxis"]["ticktext"] == ["0", "1", "2", "3"]
+    (squares,), (others,) = sync["data"], pair["data"]
+    assert squares["marker"]["cmax"] == others["marker"]["cmax"]
+    waits = dict(zip(zip(squares["y"], squares["x"], strict=True), squares["marker"]["color"], strict=True))
+    assert all((rank, rank) not in waits for rank in range(4))
+    assert all(waits[rank, 1] > 10 * waits[rank, 2] for rank in (0, 3))
     assert "of waiting in all, 87% for rank 1" in content
 
 
@@ -188,7 +205,7 @@ def test_where_nobody_waited_the_map_says_so():
     report = samples.report("training", [samples.row(key, "waited", "s", "lower", [[0.0]])])
     figures = PageFigures()
     assert "Nobody waited." in wait_plots([Shown(report)], figures)
-    assert figures.plots[0]["longest"] == 0.0
+    assert figures.plots[0]["figures"][0]["data"][0]["marker"]["color"] == [0]
 
 
 def test_waits_without_whom_are_no_map():

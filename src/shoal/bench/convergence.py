@@ -410,7 +410,7 @@ _MEANS = {FINAL_LOSS: 4, MEAN_STALENESS: 3, EXPERT_STALENESS: 3, VIRTUAL: 3, TOU
 
 def summarize_convergence(report: Report) -> dict[str, Any]:
     """The RESULT line: medians of the last evaluations of all seeds, and means over seeds."""
-    result: dict[str, Any] = {"headline": headline(report)}
+    result: dict[str, Any] = {"headline": headline(report), "conditions": _conditions(report)}
     for metric, num_last in NUM_LAST.items():
         last = last_accuracies(report, num_last)
         if last:

@@ -560,6 +560,7 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
             models[str(row.key["model"])][str(row.key["label"])]["tokens_per_s_per_worker"] = round(speed, 1)
     result: dict[str, Any] = {
         "headline": [_headline(model, stages, report) for model, stages in models.items()],
+        "conditions": [_condition(report)],
         "device": report.config.get("device", "cpu"),
         "image_size": report.config.get("image_size"),
         "models": models,
@@ -571,6 +572,14 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
     if skews:
         result["slowest_over_fastest"] = skews
     return with_failed(report, result)
+
+
+def _condition(report: Report) -> str:
+    """What holds for all stages alike."""
+    config = report.config
+    iterations = f"{config['num_iters']} iterations after {config['num_warmup']} to warm up"
+    starts = counted(len(report.seeds), "start")
+    return f"Strategy {config['strategy']} on {config.get('device', 'cpu')}, {iterations}; {starts}."
 
 
 def _headline(model: str, stages: dict[str, Any], report: Report) -> str:

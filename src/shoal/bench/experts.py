@@ -31,7 +31,7 @@ from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import known_percentiles
-from shoal.report.units import counted, rounded
+from shoal.report.units import counted, ranged, rounded
 from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
@@ -566,7 +566,9 @@ def summarize_experts(report: Report) -> dict[str, Any]:
     starts = by_start(report, "samples_per_s")
     result: dict[str, Any] = {"status": _status(report), **msgspec.to_builtins(config)}
     if starts:
+        result["conditions"] = _conditions(config, len(starts))
         each = [_figures(start) for start in starts]
+        result["headline"] = _headline(each, config)
         names = dict.fromkeys(name for figures in each for name in figures)
         for name in names:
             values = [figures[name] for figures in each if name in figures]
@@ -637,6 +639,45 @@ def _figures(start: Start) -> dict[str, float]:
             figures[f"gpu_{name}_mib"] = start[f"gpu_{name}"][0] / MIB
     figures["total_s"] = start["total"][0]
     return figures
+
+
+def _headline(each: Sequence[Mapping[str, float]], config: ExpertsConfig) -> list[str]:
+    """How fast the server was, and how near to its bounds; medians of the starts, and how far they reach."""
+    speed = ranged([figures["samples_per_s"] for figures in each], "samples/s")
+    bounds = [
+        figures["samples_per_s"] / min(figures["echo_samples_per_s"], figures["local_samples_per_s"])
+        for figures in each
+        if min(figures["echo_samples_per_s"], figures["local_samples_per_s"]) > 0
+    ]
+    clients = f"{counted(config.num_clients, 'client')} at once"
+    sentences = [f"The server handled {speed} from {clients}."]
+    if bounds:
+        share = ranged([100 * bound for bound in bounds], "%")
+        sentences.append(
+            f"That is {share} of the lower of its bounds: the module without a network, and an echo of "
+            "the same bytes."
+        )
+    failed = sum(figures["failed_calls"] for figures in each)
+    if failed:
+        sentences.append(f"{failed:,.0f} of {len(each) * config.num_calls:,} calls failed.")
+    return sentences
+
+
+def _conditions(config: ExpertsConfig, num_starts: int) -> list[str]:
+    """What was served, and what was asked for."""
+    passes = "forward and backward" if config.backward else "forward"
+    batches = counted(config.num_batches_per_client, "batch", "batches")
+    batches += f" of {counted(config.batch_size, 'sample')}"
+    processes = counted(config.client_processes, "process", "processes")
+    clients = f"{counted(config.num_clients, 'client')} in {processes} on the same machine"
+    experts = (
+        f"{counted(config.num_experts, 'expert')} ({config.expert_class}, hidden size {config.hidden_dim:,})"
+    )
+    return [
+        f"One server with {experts} on {config.device}, {config.precision}.",
+        f"{clients}, each with {batches}, {passes}.",
+        f"{counted(num_starts, 'start')}.",
+    ]
 
 
 # --- lines ---

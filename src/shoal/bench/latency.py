@@ -559,6 +559,10 @@ def summarize_latency(report: Report) -> dict[str, Any]:
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}
     result["headline"] = _sentences(result, config, report)
+    where = "in virtual time" if config.is_virtual else "in real processes"
+    layers = f"{config.num_layers} layers of {config.block_type}, hidden size {config.hid_dim:,}"
+    who = f"{counted(config.jobs, 'client')} with batches of {config.batch_size}, {where}"
+    result["conditions"] = [f"{layers}; {who}; {counted(len(report.seeds), 'start')}."]
     return with_failed(report, result)
 
 

@@ -28,7 +28,9 @@ from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
 from shoal.report import Report
 from shoal.report.diff import MIN_STARTS
-from shoal.report.schema import with_failed
+from shoal.report.schema import rows_of, with_failed
+from shoal.report.statistics import start_medians
+from shoal.report.units import counted, ranged
 from shoal.transport import Endpoint, Head, Membership, Reply, StreamTransport, SwarmSecret, Transport
 from shoal.transport.trust.tls import Authority, make_context
 
@@ -206,7 +208,29 @@ def summarize_transport(report: Report) -> dict[str, Any]:
             name = _NAMES[via if told.metric == "echo" else told.metric]
             suffix = "" if in_flight == _MAIN_IN_FLIGHT else f"_{in_flight}_in_flight"
             result[name + suffix] = round(value, 3)
+    result["headline"] = _headline(report)
+    result["conditions"] = [
+        "One process asks and another answers, both on this machine; plain sockets take turns with us.",
+        f"{counted(len(report.seeds), 'start')}.",
+    ]
     return with_failed(report, result)
+
+
+def _headline(report: Report) -> list[str]:
+    """How long a small call takes, and how near large ones come to sockets."""
+    sentences = []
+    for row in rows_of(report, "latency"):
+        via = "a sealed datagram" if row.key.get("via") == "udp" else "a stream"
+        sentences.append(
+            f"A call of {row.key['size_bytes']} bytes over {via} takes {ranged(start_medians(row), 's')}."
+        )
+    fractions = {"fraction_of_sockets": "plain sockets", "fraction_of_tls_sockets": "TLS sockets"}
+    for metric, beside in fractions.items():
+        for row in rows_of(report, metric):
+            if row.key.get("in_flight") == _MAIN_IN_FLIGHT:
+                share = ranged([100 * median for median in start_medians(row)], "%")
+                sentences.append(f"Large buffers pass at {share} of the speed of {beside}.")
+    return sentences
 
 
 # --- calls to an echo server ---

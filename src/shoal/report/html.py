@@ -1,53 +1,56 @@
 """One self-contained HTML page of reports or of a comparison; it opens from disk and never asks the network.
 
-The page's policy forbids any request. Plots are drawn by plotly.js, which the extra `report` brings along.
-Every value from a report is escaped. What a reader asks first comes first: headlines, a glance, courses,
-scaling, waits, staleness, every figure, and how it was run.
+The page's policy forbids any request. Plots are drawn by the copy of plotly.js in `assets`. Every value from
+a report is escaped. What a reader asks first comes first: what was measured, on what, what was found,
+pictures, courses, a glance, every figure, and how it was run.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from html import escape
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.core.errors import ReportError, UsageError
+from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
+from shoal.report.figures import NUM_COLOURS
+from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
-    MIN_SAMPLES,
-    NUM_COLOURS,
+    SCALING_HOW,
+    STALENESS_HOW,
+    TONES,
+    WAITS_HOW,
     Colours,
     PageFigures,
     ReportGroup,
+    Section,
     Shown,
-    bars_data,
-    beside_one_another,
+    closer,
     curve_plots,
     curves_title,
-    forest_data,
+    distribution,
+    forest_plot,
     gathered,
     group_reports,
-    has_samples,
     histogram_plots,
     is_wait,
-    overview_data,
-    percentile_plot,
-    percentile_view,
     scaling_groups,
     scaling_plots,
-    spread_data,
-    titled,
     wait_plots,
 )
+from shoal.report.published import beside_documents
 from shoal.report.schema import (
     Identity,
     Report,
@@ -56,7 +59,6 @@ from shoal.report.schema import (
     flatten,
     is_in_virtual_time,
     is_number,
-    label_of,
     text,
 )
 from shoal.report.statistics import (
@@ -69,19 +71,33 @@ from shoal.report.statistics import (
     summarize,
 )
 from shoal.report.storage import write_atomically
-from shoal.report.units import Scale, counted, percent, scale_for
+from shoal.report.units import Scale, counted, percent
 from shoal.report.views import headline, interval_text, shared_key, verdict_text
-from shoal.report.words import BenchmarkWords, benchmark_words, metric_words, sentence_case
+from shoal.report.words import (
+    ABSENT,
+    BenchmarkWords,
+    benchmark_words,
+    figure_scale,
+    key_label,
+    key_words,
+    metric_words,
+    sentence_case,
+)
 
 # --- the page ---
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-SCRIPTS = ("drawing.js", "rows.js", "lines.js", "page.js")
+SCRIPTS = ("drawing.js", "page.js")
 HOW_TO_READ = (
     "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Those that a row has "
     "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. "
     "The noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have "
     "medians nearer to each other than that (with one start, two halves of its samples)."
+)
+CHANGES_HOW = (
+    "How much the median of each figure changed from the baseline to the test. A filled dot was judged, and "
+    "its line is the interval of the change: where it reaches zero, no difference was found. A hollow dot "
+    "has too few process starts to be judged."
 )
 HOW_TO_JUDGE = (
     "Negative is worse. A row is judged on the medians of its process starts: Welch's test on their "
@@ -106,24 +122,29 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
     for item in shown:
         chapters.setdefault(item.report.benchmark, []).append(item)
     figures = PageFigures()
+    words = {name: benchmark_words(name, items[0].report.config) for name, items in chapters.items()}
+    is_alone = len(chapters) == 1
     parts = [
         PagePart(
-            benchmark_words(name) if len(chapters) > 1 else None,
+            None if is_alone else words[name],
             [*chapter(_named(items), figures), how_it_ran(_named(items))],
+            "" if is_alone else conditions(_named(items)),
         )
         for name, items in chapters.items()
     ]
-    if len(parts) > 1:
-        parts.append(PagePart(None, [environments(shown)]))
-    else:
+    if is_alone:
         parts[0].sections.append(environments(shown))
+    else:
+        parts.append(PagePart(None, [environments(shown)]))
     about = facts(shown[0])
     if len(shown) > 1:
-        about = folded("Reports on this page", reports_table(shown), is_open=len(chapters) == 1)
-    words = [benchmark_words(name) for name in chapters]
-    title = words[0].title if len(words) == 1 else f"{len(words)} measurements: {', '.join(chapters)}"
-    explained = f'<p class="about">{escape(words[0].about)}</p>' if len(words) == 1 and words[0].about else ""
-    head = [explained, headlines(shown), about, contents(parts), notices(shown)]
+        about = folded("Reports on this page", reports_table(shown), is_open=is_alone)
+    first = next(iter(words.values()))
+    topics = ", ".join(each.topic or each.title for each in words.values())
+    title = first.title if is_alone else sentence_case(topics)
+    explained = f'<p class="about">{escape(first.about)}</p>' if is_alone and first.about else ""
+    on_what = conditions(shown) if is_alone else ""
+    head = [explained, headlines(shown), on_what, about, contents(parts), notices(shown)]
     return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
@@ -134,8 +155,11 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
         Shown(diff.test, "test", 1, sources[1]),
     ]
     figures = PageFigures()
-    forest = figures.place("forest", rows=forest_data(diff))
-    changes = Section("Change of the median", forest + verdicts_table(diff) + _how(HOW_TO_JUDGE))
+    changes = Section(
+        "Change of the median",
+        CHANGES_HOW,
+        forest_plot(diff, figures) + verdicts_table(diff) + _how(HOW_TO_JUDGE),
+    )
     sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
     parts = [PagePart(None, sections)]
     head = [
@@ -144,7 +168,7 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
         contents(parts),
         notices(shown, diff.warnings),
     ]
-    title = f"{diff.baseline.benchmark}: baseline and test"
+    title = f"{benchmark_words(diff.baseline.benchmark).title}: two reports compared"
     return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
@@ -167,17 +191,18 @@ def _named(items: list[Shown]) -> list[Shown]:
     return items if len(items) > 1 else [replace(items[0], label="", number=0)]
 
 
-def _how(words: str, content: str = "") -> str:
-    """Words for a reader, after the content that they are of."""
-    return f'{content}<p class="how">{escape(words)}</p>'
+def _how(words: str) -> str:
+    """Words for a reader."""
+    return f'<p class="how">{escape(words)}</p>'
 
 
 @dataclass(frozen=True)
 class PagePart:
-    """Sections, under what their benchmark measures where a page has several."""
+    """Sections, under what their benchmark measures where a page has several, and what it found."""
 
     words: BenchmarkWords | None
     sections: list[Section]
+    found: str = ""
 
 
 def _filled(parts: Sequence[PagePart]) -> Iterator[tuple[int, PagePart, list[tuple[str, Section]]]]:
@@ -209,12 +234,12 @@ def body(parts: Sequence[PagePart]) -> str:
         if part.words:
             written.append(f'<h2 class="chapter" id="p{number}">{escape(part.words.title)}</h2>')
             written.append(f'<p class="about">{escape(part.words.about)}</p>' if part.words.about else "")
+            written.append(part.found)
         for place, section in found:
-            about = f" <small>{escape(section.about)}</small>" if section.about else ""
             key = f' title="{escape(section.key, quote=True)}"' if section.key else ""
             written.append(
-                f'<section id="{place}"><h{level}{key}>{escape(section.name)}{about}</h{level}>'
-                f"{section.content}</section>"
+                f'<section id="{place}"><h{level}{key}>{escape(section.name)}</h{level}>'
+                f'<p class="lead">{escape(section.about)}</p>{section.content}</section>'
             )
     return "\n".join(written)
 
@@ -222,8 +247,7 @@ def body(parts: Sequence[PagePart]) -> str:
 def _write(
     path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: PageFigures
 ) -> Path:
-    data = {"plots": figures.plots, "sets": figures.sets}
-    encoded = visible(msgspec.json.encode(data).decode()).replace("<", "\\u003c")
+    encoded = visible(msgspec.json.encode(figures.data).decode()).replace("<", "\\u003c")
     title = visible_line(title)
     page = f"""<!doctype html>
 <html lang="en">
@@ -247,7 +271,8 @@ def _write(
 {visible(_joined(content))}
 </main>
 <script type="application/json" id="shoal-data">{encoded}</script>
-<script>{_plotly()}</script>
+<!-- plotly.js (basic bundle), Copyright Plotly, Inc., MIT license: compressed, and unpacked by the page -->
+<script type="text/plain" id="plotly">{_plotly()}</script>
 <script>
 "use strict";
 {{
@@ -268,54 +293,38 @@ def _asset(name: str) -> str:
     return resources.files("shoal.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
+@lru_cache(maxsize=1)
 def _plotly() -> str:
-    try:
-        offline = import_module("plotly.offline")
-    except ImportError as error:
-        raise ReportError(
-            "the HTML page needs plotly, which is not installed",
-            next_step="pip install 'shoal[report]'",
-        ) from error
-    source: str = offline.get_plotlyjs()
-    return source.replace("</script", "<\\/script")
+    """The program that draws: plotly.js's basic bundle, gzipped, in base64, which takes half of its bytes."""
+    source = resources.files("shoal.report").joinpath("assets", "plotly-basic.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(source, mtime=0)).decode()
 
 
 # --- one benchmark on a page ---
 
 MAX_OPEN_ROWS = 16
 """A metric of more rows is folded."""
-SCALING_HOW = (
-    "Ideal is the fastest with the fewest workers, multiplied. Bars are the range of process starts."
-)
-STALENESS_HOW = "How many updates were made between the moment a gradient was computed at and its own update."
-WAITS_HOW = "A row of the map waited for a column, on average over the samples; more colour, longer wait."
-
-
-@dataclass(frozen=True)
-class Section:
-    """A named part of a page; `about` stands beside the name, `key` is what the report calls it."""
-
-    name: str
-    content: str
-    about: str = ""
-    key: str = ""
+GLANCE_HOW = "The medians of everything that was measured, in one table. "
 
 
 def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
-    """Make all sections of the reports of one benchmark."""
+    """Make all sections of the reports of one benchmark: pictures first, then tables."""
     colours: Colours = {}
-    glance = "" if is_diff else glance_tables(shown)
-    over, lines_are = curves_title(shown)
+    over, how = curves_title(shown)
+    curves = Section(over, how, curve_plots(shown, figures, colours))
+    glance, told = ("", "") if is_diff else glance_tables(shown)
     found = [
-        Section("At a glance", glance),
-        Section(over, curve_plots(shown, figures, colours), lines_are),
+        *pictures(shown, figures, colours),
+        curves,
+        Section("Speed by number of workers", SCALING_HOW, scaling_plots(shown, figures, colours)),
+        Section("Who waited for whom", WAITS_HOW, wait_plots(shown, figures)),
+        Section("Staleness", STALENESS_HOW, histogram_plots(shown, figures, colours)),
     ]
-    for name, plots, how in (
-        ("Scaling", scaling_plots(shown, figures, colours), SCALING_HOW),
-        ("Who waited for whom", wait_plots(shown, figures), WAITS_HOW),
-        ("Staleness", histogram_plots(shown, figures, colours), STALENESS_HOW),
-    ):
-        found += [Section(name, _how(how, plots))] * bool(plots)
+    at_a_glance = Section("At a glance", GLANCE_HOW + told, glance)
+    is_drawn = any(section.content for section in found)
+    found += [at_a_glance] * is_drawn
+    if not is_diff:
+        found.append(beside_documents(shown))
     drawn = dict.fromkeys(scaling_groups(shown), True)
     folds = []
     for group in gathered(group_reports([item.report for item in shown])):
@@ -325,12 +334,12 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)
         if is_shown or len(group.rows) > MAX_OPEN_ROWS:
-            about = (section.name, section.about, counted(len(group.rows), "row"))
-            title = " · ".join(part for part in about if part)
-            folds.append(folded(title, section.content))
+            title = f"{section.name} · {counted(len(group.rows), 'row')}"
+            folds.append(folded(title, f'<p class="lead">{escape(section.about)}</p>{section.content}'))
         else:
             found.append(section)
-    found.append(Section("More figures", "".join(folds)))
+    about = "Figures that a closer look needs, folded; press one to open it."
+    found += [*([] if is_drawn else [at_a_glance]), Section("More figures", about, "".join(folds))]
     return [section for section in found if section.content]
 
 
@@ -339,21 +348,26 @@ def how_it_ran(shown: Sequence[Shown]) -> Section:
     configs = [
         item.report.config | ({"seeds": item.report.seeds} if item.report.seeds else {}) for item in shown
     ]
+    told = ("headline", "conditions")  # at the top of the page
     results = [
-        {name: value for name, value in item.report.result.items() if name != "headline"} for item in shown
+        {name: value for name, value in item.report.result.items() if name not in told} for item in shown
     ]
     content = commands(shown)
     if config := settings_table("config", configs, shown):
         content += folded("Configuration", config, is_open=any(each != configs[0] for each in configs))
     if result := settings_table("result", results, shown):
         content += folded("Result", result)
-    return Section("How it ran", content)
+    about = "The command that repeats this measurement, every setting that it had, and its RESULT line."
+    return Section("How it ran", about, content)
 
 
 def environments(shown: Sequence[Shown]) -> Section:
     """Shows on which machines everything ran."""
     content = settings_table("environment", [item.report.environment for item in shown], shown)
-    return Section("Environment", folded("Machine and versions", content) if content else "")
+    about = (
+        "The machine on which all of this was measured, how busy it was, and the versions of its programs."
+    )
+    return Section("Environment", about, folded("Machine and versions", content) if content else "")
 
 
 def folded(name: str, content: str, *, is_open: bool = False) -> str:
@@ -362,71 +376,26 @@ def folded(name: str, content: str, *, is_open: bool = False) -> str:
 
 
 def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> Section:
-    name = "Single figures" if group.is_mixed else sentence_case(metric_words(group.metric))
-    table = statistics_table(group, shown)
-    content = table + _distribution(group, shown, figures) + _closer(group, shown, figures)
-    about = [
-        group.unit,
-        f"{group.direction} is better" if group.direction else "",
-        label_of(shared_key(group.present)),
-    ]
-    key = "" if group.is_mixed else group.metric
-    return Section(name, content, " · ".join(part for part in about if part), key)
-
-
-def _distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
-    """All rows on one axis; the percentiles of each beside it where they are times of a single report."""
-    if group.is_mixed or not group.has_samples:
-        return ""
-    overview = figures.place("overview", **overview_data(group), **_names(shown))
-    if len(shown) > 1:
-        return overview
-    rows = [(group.label(index), row) for index, row in enumerate(group.present)]
-    return beside_one_another(overview, percentile_plot(rows, figures, range(len(rows))))
-
-
-def _closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
-    """One row at a time: its percentiles in every report beside each other, and its samples by start."""
-    lines = [(index, line) for index, line in enumerate(group.rows) if has_samples(line)]
-    if not lines or group.is_of_facts:
-        return ""
-    number = figures.open_set((item.label, item.number) for item in shown)
-    picker = figures.picker(number, "Row", [group.label(index) for index, _ in lines])
-    picker += "".join(swatch(item.number, item.label) for item in shown if item.label)
-    names = _names(shown)
-    parts = []
-    if len(shown) > 1:
-        bars = figures.place("bars", set=number, rows=[bars_data(line) for _, line in lines], **names)
-        parts.append(titled("percentiles", bars))
-        rows = [row for _, line in lines for row in line if row is not None]
-        if all(row.unit == "s" and (not row.starts or len(row.samples) >= MIN_SAMPLES) for row in rows):
-            views = [percentile_view(line) for _, line in lines]
-            together = {"y": views[0]["y"], "views": [view["views"][0] for view in views]}
-            parts.append(titled("share of samples", figures.place("lines", set=number, **together)))
-    spread = figures.place("spread", set=number, rows=[spread_data(line) for _, line in lines], **names)
-    content = (
-        f'<div class="controls">{picker}</div>'
-        + beside_one_another(*parts)
-        + titled("samples by process start", spread)
-    )
-    return folded("One row closer", content, is_open=len(shown) > 1)
-
-
-def _names(shown: Sequence[Shown]) -> dict[str, list[object]]:
-    return {"labels": [item.label for item in shown], "colours": [item.number for item in shown]}
+    drawn = distribution(group, shown, figures)
+    near = closer(group, shown, figures)
+    content = drawn + statistics_table(group, shown)
+    content += folded("One row closer", near, is_open=len(shown) > 1) if near else ""
+    if group.is_mixed:
+        return Section(
+            "Single figures", "Figures of which there is one of each kind; ↑ higher is better.", content
+        )
+    words = sentence_case(metric_words(group.metric))
+    shared = key_label(shared_key(group.present))
+    about = f"{words}{f', all with {shared}' if shared else ''}; {group.direction} is better."
+    if drawn:
+        about += (
+            " A dot is a median, a thick line the middle half of the samples, a thin one p5 to p95; where "
+            "there are too few samples for these, the samples are drawn."
+        )
+    return Section(words, about, content, group.metric)
 
 
 # --- tables of figures ---
-
-TONES = {
-    RowVerdict.BETTER: "good",
-    RowVerdict.FIXED: "good",
-    RowVerdict.WORSE: "bad",
-    RowVerdict.FAILED: "bad",
-    RowVerdict.FAILED_BOTH: "bad",
-    RowVerdict.TOO_FEW: "unsure",
-    RowVerdict.NO_DIFFERENCE: "quiet",
-}
 
 
 def signed(value: float | None) -> str:
@@ -466,7 +435,9 @@ def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
     for name in names:
         value: Scalar | None = row.key.get(name)
         kind, shown = ("key number", f"{value:,}") if is_number(value) else ("key", text(value))
-        shown = "–" if value is None else shown
+        if isinstance(value, bool):
+            shown = "yes" if value else "no"
+        shown = ABSENT.get(name, "–") if value is None else shown
         cells.append(f'<th scope="row"{rows} class="{kind}">{escape(shown)}</th>')
     return "".join(cells)
 
@@ -476,31 +447,55 @@ def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     heads = []
     for name in names:
         are_numbers = all(is_number(row.key.get(name)) for row in rows)
-        heads.append(f'<th class="key{" number" if are_numbers else ""}">{escape(name)}</th>')
+        about = f' title="{escape(name, quote=True)}"'
+        heads.append(
+            f'<th class="key{" number" if are_numbers else ""}"{about}>{escape(key_words(name))}</th>'
+        )
     return heads
 
 
 def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
-    """Every row of a group with its figures, one line for each report that has it."""
-    names = _key_columns(group.present)
-    has_metrics = group.is_mixed
-    figures = ("starts", "samples", *(f"p{q}" for q in PERCENTILES), "mean", "spread", "noise floor")
+    """Every row of a group with its figures, one line for each report that has it; '' where all are zero.
+
+    A column that says nothing (percentiles that no row has samples enough for) is left out.
+    """
+    names, has_metrics = _key_columns(group.present), group.is_mixed
+    zeros = [line for line in group.rows if _is_zero(line)]
+    lines = [line for line in group.rows if line not in zeros]
+    said = ", ".join(
+        dict.fromkeys(
+            group.label(index) if not has_metrics else metric_words(line_metric(line))
+            for index, line in enumerate(group.rows)
+            if line in zeros
+        )
+    )
+    note = f'<p class="how">Zero throughout: {escape(said)}.</p>' if said else ""
+    if not lines:
+        return note
+    summaries = [summarize(row) for line in lines for row in line if row is not None]
+    known = [summary for summary in summaries if summary is not None]
+    medians = [abs(summary.p50) for summary in known]
+    scale = None if has_metrics else figure_scale(group.metric, group.unit, percentile(medians or [1.0], 50))
+    figures = (
+        ["starts", "samples"] if any(each.num_samples > each.num_starts for each in known) else ["starts"]
+    )
+    for place, q in enumerate(PERCENTILES):
+        if any(summary.known_percentiles[place] is not None for summary in known):
+            figures.append("median" if q == 50 else f"p{q}")
+    if any(summary.num_samples > 1 for summary in known):
+        figures += ["mean", "spread"]
+    if any(summary.noise_percent is not None for summary in known):
+        figures.append("noise floor")
+    unit = f"<br><small>{escape(scale.unit)}</small>" if scale is not None and scale.unit else ""
+    counts = ("starts", "samples", "noise floor")
     head = [
         *key_heads(group.present, names),
-        *(["<th>metric</th>"] if has_metrics else []),
+        *(["<th>figure</th>"] if has_metrics else []),
         *(["<th>report</th>"] if len(shown) > 1 else []),
-        *(f'<th class="number">{name}</th>' for name in figures),
+        *(f'<th class="number">{name}{"" if name in counts else unit}</th>' for name in figures),
     ]
     body = []
-    # of which nothing happened: a count or a sum of zero in all reports
-    zeros = [
-        line
-        for line in group.rows
-        if has_metrics and all(row is None or (row.starts and not any(row.samples)) for row in line)
-    ]
-    for line in group.rows:
-        if line in zeros:
-            continue
+    for line in lines:
         present = [(number, row) for number, row in enumerate(line) if row is not None]
         for position, (number, row) in enumerate(present):
             key = key_cells(row, names, len(present)) if position == 0 else ""
@@ -510,29 +505,47 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
             item = shown[number]
             report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
             kind = ' class="first"' if position == 0 else ""
-            body.append(f"<tr{kind}>{key}{report}{_figure_cells(row, len(figures))}</tr>")
-    told = ", ".join(
-        dict.fromkeys(_metric_name(row.metric) for line in zeros for row in line if row is not None)
+            body.append(f"<tr{kind}>{key}{report}{_figure_cells(row, figures, scale)}</tr>")
+    return html_table(head, body, "statistics") + note
+
+
+def line_metric(line: Sequence[Row | None]) -> str:
+    """The metric of a line, which has a row in some report."""
+    return next(row.metric for row in line if row is not None)
+
+
+def _is_zero(line: Sequence[Row | None]) -> bool:
+    """Whether nothing happened in any report: a count or a time of zero, of which less is better."""
+    return all(
+        row is None or (row.direction == "lower" and bool(row.starts) and not any(row.samples))
+        for row in line
     )
-    return html_table(head, body, "statistics") + (f'<p class="how">Zero: {told}.</p>' if told else "")
 
 
-def _figure_cells(row: Row, count: int) -> str:
+def _figure_cells(row: Row, figures: Sequence[str], scale: Scale | None) -> str:
+    """Cells under those headings; in a scale of the row's own, with the unit, where the table has none."""
     summary = summarize(row)
     if summary is None:
-        return f'<td colspan="{count}" class="error">{pill("failed", "bad")} {escape(row.error or "")}</td>'
-    scale = scale_for(row.unit, summary.p50)
+        failed = f"{pill('failed', 'bad')} {escape(row.error or '')}"
+        return f'<td colspan="{len(figures)}" class="error">{failed}</td>'
+    own = scale or figure_scale(row.metric, row.unit, summary.p50)
+
+    def show(value: float) -> str:
+        if row.unit in {"", "1"} and own.factor == 1.0 and value.is_integer() and abs(value) < 1e15:
+            return f"{value:,.0f}"  # a count
+        return own.format(value) if scale is None else own.number(value)
+
     noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
-    spread = scale.format(summary.spread) if summary.num_samples > 1 else "–"
-    cells = [
-        f"{summary.num_starts:,}",
-        f"{summary.num_samples:,}",
-        *("–" if value is None else scale.format(value) for value in summary.known_percentiles),
-        scale.format(summary.mean),
-        spread,
-        noise,
-    ]
-    return "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+    values = dict(zip(("median", "p75", "p90", "p95"), summary.known_percentiles, strict=True))
+    cells = {
+        "starts": f"{summary.num_starts:,}",
+        "samples": f"{summary.num_samples:,}",
+        **{name: "–" if value is None else show(value) for name, value in values.items()},
+        "mean": show(summary.mean),
+        "spread": show(summary.spread) if summary.num_samples > 1 else "–",
+        "noise floor": noise,
+    }
+    return "".join(f'<td class="number">{escape(cells[name])}</td>' for name in figures)
 
 
 def _metric_name(key: str) -> str:
@@ -562,7 +575,7 @@ def verdicts_table(diff: Diff) -> str:
             error = f": failed, {escape(lone.error)}" if lone.error is not None else ""
             body.append(
                 f'<tr class="first"><td colspan="{len(head)}">{pill(f"only in {side}", "unsure")} '
-                f"{escape(lone.label)} {escape(lone.metric)}{error}</td></tr>"
+                f"{escape(key_label(lone.key))} {_metric_name(lone.metric)}{error}</td></tr>"
             )
     return html_table(head, body, "verdicts")
 
@@ -573,7 +586,7 @@ def _verdict_cells(row: RowDiff) -> str:
     if not row.changes:
         error = escape(row.test.error or row.baseline.error or "")
         return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
-    scale = scale_for(row.baseline.unit, row.changes[0].baseline or 0.0)
+    scale = figure_scale(row.baseline.metric, row.baseline.unit, row.changes[0].baseline or 0.0)
     cells = "".join(
         '<td class="number">–</td>'
         if change.baseline is None or change.test is None
@@ -612,18 +625,27 @@ Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
 """The number of the report, and the key."""
 
 
-def glance_tables(shown: Sequence[Shown]) -> str:
-    """A table for each kind of key with several metrics and lines; '' where there is none."""
+def glance_tables(shown: Sequence[Shown]) -> tuple[str, str]:
+    """A table for each kind of key with several metrics and lines, and how to read them; '' without any."""
     kinds: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
     for index, item in enumerate(shown):
         for row in item.report.rows:
             if not any(name in row.key for name in DETAILS):
                 kinds.setdefault(tuple(sorted(row.key)), []).append((index, row))
-    tables = [_glance_table(found, shown) for found in kinds.values()]
-    return "".join(table for table in tables if table)
+    best: set[tuple[int, Identity]] = set()
+    tables = "".join(_glance_table(found, shown, best) for found in kinds.values())
+    told = (
+        "Marked is what is ahead of all that differ in nothing else by more than chance; ↑ higher is better."
+        if best
+        else "Nothing is marked as best: these runs do not tell one from the others. ↑ higher is better."
+    )
+    return tables, told
 
 
-def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
+def _glance_table(
+    rows: list[tuple[int, Row]], shown: Sequence[Shown], found: set[tuple[int, Identity]]
+) -> str:
+    """One of them; adds the best to `found`."""
     metrics = {
         (row.metric, row.unit, row.direction): True
         for _, row in rows
@@ -638,6 +660,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
     best = best_cells(rows, [item.report for item in shown])
+    found |= best
     scales = {}
     for metric in metrics:
         medians = [
@@ -645,7 +668,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
             for _, row in rows
             if row.starts and (row.metric, row.unit, row.direction) == metric
         ]
-        scales[metric] = scale_for(metric[1], percentile(medians, 50) if medians else 1.0)
+        scales[metric] = figure_scale(metric[0], metric[1], percentile(medians, 50) if medians else 1.0)
     heads = [
         *key_heads(firsts, names),
         *(["<th>report</th>"] if len(shown) > 1 else []),
@@ -661,12 +684,7 @@ def _glance_table(rows: list[tuple[int, Row]], shown: Sequence[Shown]) -> str:
             for metric, cell in ((metric, cells.get(metric)) for metric in metrics)
         )
         body.append(f'<tr class="first">{key_cells(first, names)}{report}{figures}</tr>')
-    told = (
-        "<b class=best>Best</b>: ahead of all that differ in nothing else by more than chance."
-        if best
-        else "Nothing is marked as best: these starts do not tell one from the others."
-    )
-    return html_table(heads, body, "glance") + f'<p class="how">Medians. {told}</p>'
+    return html_table(heads, body, "glance")
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
@@ -743,6 +761,18 @@ def headlines(shown: Sequence[Shown]) -> str:
     return f'<ul class="headline">{"".join(items)}</ul>' if items else ""
 
 
+def conditions(shown: Sequence[Shown]) -> str:
+    """On what each benchmark was run, in the sentences that it wrote; '' where none did."""
+    items = []
+    for item in shown:
+        prefix = f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
+        told = item.report.result.get("conditions", [])
+        if told and isinstance(told, list):
+            words = " ".join(text(line) for line in told)
+            items.append(f'<p class="conditions"><b>On what:</b> {prefix}{escape(words)}</p>')
+    return "".join(items)
+
+
 def facts(item: Shown) -> str:
     """What a single report is, as one line."""
     report = item.report
@@ -758,7 +788,10 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
         prefix = f"{item.label}: " if item.label else ""
         if warnings is None:
             items += [prefix + reason for reason in busy(item.report)]
-        items += [f"{prefix}{row.label} {row.metric} failed: {row.error}" for row in item.report.failed]
+        items += [
+            f"{prefix}{key_label(row.key)} {metric_words(row.metric)} failed: {row.error}".lstrip()
+            for row in item.report.failed
+        ]
     if not items:
         return ""
     if len(items) == 1:

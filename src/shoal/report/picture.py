@@ -13,7 +13,8 @@ from html import escape
 
 from shoal.core.errors import ReportError
 from shoal.report.curves import WORKERS, Line, averaged, axes_of
-from shoal.report.plots import AXES, Contest
+from shoal.report.figures import AXES
+from shoal.report.plots import Contest
 from shoal.report.schema import Curve, Report
 from shoal.report.units import scale_for
 

@@ -1,7 +1,8 @@
-"""The plots of a page: each has a place in the markup and an entry in the data that `assets/*.js` draw.
+"""What is drawn on a page, told from the keys and metrics of its reports; `figures` makes each figure.
 
-Data is reduced to what a browser draws quickly. A set is what several plots have in common: the series with
-their colours, which the reader switches on and off, and a choice (of the axis, of the row).
+Every plot has a place in the markup and an entry in the page's data. A set is what several plots have in
+common: the series with their colours, which the reader switches on and off, and a choice (of the axis, of
+the row).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
+
+import msgspec
 
 from shoal.report.curves import (
     BEHIND,
@@ -21,27 +24,48 @@ from shoal.report.curves import (
     histogram_of,
     is_histogram,
 )
-from shoal.report.diff import Diff
-from shoal.report.schema import Curve, Report, Row, Scalar, is_number, label_of, text
-from shoal.report.statistics import (
-    PERCENTILES,
-    known_percentiles,
-    mean_of,
-    percentile,
-    percentiles,
-    start_medians,
+from shoal.report.diff import Diff, RowVerdict
+from shoal.report.figures import (
+    NUM_COLOURS,
+    PALETTE,
+    Chart,
+    Figure,
+    axis_name,
+    changes_figure,
+    histogram_figure,
+    percentiles_figure,
+    quantiles_figure,
+    rows_figure,
+    samples_figure,
+    waits_figure,
 )
-from shoal.report.units import Scale, scale_for
-from shoal.report.views import Group, shared_key, short_label, verdict_text
-from shoal.report.words import metric_words
+from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
+from shoal.report.statistics import PERCENTILES, is_known, mean_of, percentile, start_medians
+from shoal.report.units import scale_for
+from shoal.report.views import Group, shared_key, verdict_text
+from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
 
 # --- places and sets ---
 
-NUM_COLOURS = 12
+MAX_SAMPLES = 1200
+"""Of one plot of samples; more are thinned evenly in time, which keeps drift within a start visible."""
 SHOWN_SERIES = 12
 """More are there to be switched on."""
 CONTENDERS = ("contender", "strategy", "method")
 """Entries of a key that name who competes; the others say under which conditions."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A named part of a page: `about` is a sentence that says what it shows and how to read it.
+
+    `key` is what the report calls it.
+    """
+
+    name: str
+    about: str
+    content: str
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,10 +84,47 @@ class PageFigures:
 
     plots: list[dict[str, Any]] = field(default_factory=list)
     sets: list[dict[str, Any]] = field(default_factory=list)
+    _samples_left: int = 16_000
 
-    def place(self, kind: str, **data: Any) -> str:
-        """Keep the data, and return the element in which the plot will be."""
-        self.plots.append({"kind": kind, **data})
+    @property
+    def data(self) -> dict[str, Any]:
+        """What `assets/drawing.js` reads; `palette` has the variable of each colour that is to be exchanged.
+
+        A list that several traces have (the steps of all, the values over seconds and over bytes) stands
+        once in `lists`; traces have its number as {"list": number}.
+        """
+        palette = {colour: f"--{name}" for name, colour in PALETTE.items()}
+        numbers: dict[bytes, int] = {}
+        lists: list[Any] = []
+
+        def once(value: Any) -> Any:
+            if not isinstance(value, list) or len(value) < 4:
+                return value
+            number = numbers.setdefault(msgspec.json.encode(value), len(lists))
+            if number == len(lists):
+                lists.append(value)
+            return {"list": number}
+
+        def packed(figure: Figure) -> Figure:
+            # the names of groups are the legend's of `Report.figure`: a page has its own
+            traces = [
+                {name: once(value) for name, value in trace.items() if name != "legendgroup"}
+                for trace in figure["data"]
+            ]
+            return {"data": traces, "layout": figure["layout"]}
+
+        plots = [plot | {"figures": [packed(figure) for figure in plot["figures"]]} for plot in self.plots]
+        return {"plots": plots, "sets": self.sets, "palette": palette, "lists": lists}
+
+    def share_samples(self, num_plots: int) -> int:
+        """How many samples each of some plots may have: a page has so many, and each group at most half."""
+        share = max(0, min(MAX_SAMPLES, self._samples_left // (2 * num_plots)))
+        self._samples_left -= share * num_plots
+        return share
+
+    def place(self, *figures: Figure, number: int | None = None) -> str:
+        """Keep a figure, or those of a set's choices, and return the element in which it will be drawn."""
+        self.plots.append({"figures": list(figures)} | ({} if number is None else {"set": number}))
         return f'<div class="plot" data-plot="{len(self.plots) - 1}"></div>'
 
     def open_set(self, series: Iterable[tuple[str, int]]) -> int:
@@ -149,15 +210,10 @@ class Contest:
 
 
 def _label(key: dict[str, Scalar], without: Sequence[str]) -> str:
-    return label_of({name: value for name, value in key.items() if name not in without})
+    return key_label({name: value for name, value in key.items() if name not in without})
 
 
 # --- distributions ---
-
-MAX_SAMPLES = 4000
-"""Of one distribution plot; more are thinned evenly in time, which keeps drift within a start visible."""
-LOG_RATIO = 20
-"""Values further apart than this are drawn on a logarithmic axis."""
 
 
 class ReportGroup:
@@ -193,8 +249,14 @@ class ReportGroup:
         """What tells a line from the others."""
         row = self.present[index]
         if self.is_mixed:
-            return " · ".join(part for part in (row.metric, row.label) if part)
-        return short_label(row, shared_key(self.present))
+            words, shared = metric_words(row.metric), shared_key(self.present)
+            own = row_label(row, shared)
+            return words if own == words else f"{words} · {own}"
+        label = row_label(row, shared_key(self.present))
+        if label == metric_words(row.metric):
+            entries = {name: True for other in self.present for name in other.key if name not in row.key}
+            return next((ABSENT[name] for name in entries if name in ABSENT), label)
+        return label
 
 
 def has_samples(line: Sequence[Row | None]) -> bool:
@@ -227,89 +289,99 @@ def group_reports(reports: Sequence[Report]) -> list[ReportGroup]:
     return list(groups.values())
 
 
-_OVERVIEW = (5, 25, 50, 75, 95)
+def row_label(row: Row, shared: dict[str, Scalar]) -> str:
+    """A row for people, by what it does not share with the others; its metric where nothing else is left."""
+    own = {name: value for name, value in row.key.items() if name not in shared}
+    return key_label(own) or metric_words(row.metric)
 
 
-def overview_data(group: ReportGroup) -> dict[str, Any]:
-    """One line for each row, of all reports; the samples themselves where they are too few for a quartile."""
-    medians = [
-        percentile(row.samples, 50) for line in group.rows for row in line if row is not None and row.starts
+def distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
+    """All rows on one axis; beside it which share of samples took how long, for times of a single report."""
+    if group.is_mixed or not group.has_samples:
+        return ""
+    labels = [group.label(index) for index in range(len(group.rows))]
+    reports = [(item.label, item.number) for item in shown]
+    kind = (group.metric, group.unit, group.direction)
+    overview = figures.place(rows_figure(kind, labels, group.rows, reports))
+    if len(shown) > 1:
+        return overview
+    return beside_one_another(
+        overview, percentile_plot(list(zip(labels, group.present, strict=True)), figures)
+    )
+
+
+def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> str:
+    """The share of samples up to each time, a line for each named row; '' without enough samples."""
+    enough = [
+        (name, number, row)
+        for number, (name, row) in enumerate(rows)
+        if row.unit == "s" and is_known(len(row.samples), PERCENTILES[-1])
     ]
-    positive = [median for median in medians if median > 0]
-    is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
-    scale = scale_for(group.unit, percentile(medians, 50) if medians else 1.0)
-
-    def quantiles(row: Row | None) -> dict[str, Any] | None:
-        if row is None or not row.starts:
-            return None
-        known = known_percentiles(row.samples, _OVERVIEW)
-        values = [known[q] / scale.factor if q in known else None for q in _OVERVIEW]
-        few = [] if 25 in known else [sample / scale.factor for sample in row.samples]
-        return {"quantiles": values, "few": few, "starts": len(row.starts), "samples": len(row.samples)}
-
-    rows = [
-        {
-            "label": group.label(index),
-            "series": [quantiles(row) for row in line],
-            "failed": [row.error if row is not None else None for row in line],
-        }
-        for index, line in enumerate(group.rows)
-    ]
-    return {"unit": scale.unit, "isLog": is_log, "rows": rows}
+    if not enough:
+        return ""
+    number = figures.open_set((name, colour) for name, colour, _ in enough)
+    plot = figures.place(quantiles_figure(enough), number=number)
+    return titled("Share of samples that took at most so long", figures.legend(number) + plot)
 
 
-def bars_data(line: Sequence[Row | None]) -> dict[str, Any]:
-    """Percentiles of one row in every report, to stand beside each other."""
-    present = [row for row in line if row is not None and row.starts]
-    scale = scale_for(present[0].unit, percentile(present[0].samples, 50)) if present else scale_for("", 1.0)
-    reports: list[list[float | None] | None] = []
-    for row in line:
-        known = known_percentiles(row.samples) if row is not None else {}
-        values = [known[q] / scale.factor if q in known else None for q in PERCENTILES]
-        reports.append(values if known else None)
-    return {"unit": scale.unit, "names": [f"p{q}" for q in PERCENTILES], "reports": reports}
+def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
+    """One row at a time: its percentiles in every report beside each other, and its samples by start."""
+    lines = [(index, line) for index, line in enumerate(group.rows) if has_samples(line)]
+    if not lines or group.is_of_facts:
+        return ""
+    number = figures.open_set((item.label, item.number) for item in shown)
+    content = (
+        f'<div class="controls">{figures.picker(number, "Row", [group.label(at) for at, _ in lines])}</div>'
+    )
+    named = [(item.label, item.number) for item in shown]
+    if len(shown) > 1:
+        bars = [
+            percentiles_figure(
+                (present[0].metric, present[0].unit, present[0].direction),
+                [
+                    (name, colour, row)
+                    for (name, colour), row in zip(named, line, strict=True)
+                    if row is not None and row.starts
+                ],
+                PERCENTILES,
+            )
+            for _, line in lines
+            if (present := [row for row in line if row is not None])
+        ]
+        content += titled("Percentiles", figures.place(*bars, number=number))
+    share = figures.share_samples(len(lines))
+    spreads = []
+    for _, line in lines:
+        first = next(row for row in line if row is not None)
+        num_starts = sum(len(row.starts) for row in line if row is not None)
+        rows = [(name, colour, row) for (name, colour), row in zip(named, line, strict=True)]
+        spreads.append(samples_figure(first.metric, first.unit, rows, max(6, share // max(1, num_starts))))
+    how = "Dots are samples, from left to right in time; a line is the median of its process start."
+    spread = figures.place(*spreads, number=number)
+    return content + titled("Samples by process start", f'<p class="how">{how}</p>{spread}')
 
 
-def spread_data(line: Sequence[Row | None]) -> dict[str, Any]:
-    """All samples of one row by process start, in every report."""
-    rows = [row if row is not None and row.starts else None for row in line]
-    present = [row for row in rows if row is not None]
-    if not present:
-        return {"unit": "", "reports": [None for _ in rows]}
-    scale = scale_for(present[0].unit, percentile(present[0].samples, 50))
-    share = max(8, MAX_SAMPLES // sum(len(row.starts) for row in present))
-    reports = [
-        None
-        if row is None
-        else {
-            "median": percentile(row.samples, 50) / scale.factor,
-            "medians": [median / scale.factor for median in start_medians(row)],
-            "starts": [[sample / scale.factor for sample in thin(start, share)] for start in row.starts],
-        }
-        for row in rows
-    ]
-    return {"unit": scale.unit, "reports": reports}
+TONES = {
+    RowVerdict.BETTER: "good",
+    RowVerdict.FIXED: "good",
+    RowVerdict.WORSE: "bad",
+    RowVerdict.FAILED: "bad",
+    RowVerdict.FAILED_BOTH: "bad",
+    RowVerdict.TOO_FEW: "unsure",
+    RowVerdict.NO_DIFFERENCE: "quiet",
+}
+"""The colour of each verdict."""
 
 
-def thin(samples: Sequence[float], limit: int) -> list[float]:
-    """At most `limit` samples, evenly spaced in time, the smallest and largest among them."""
-    if len(samples) <= limit:
-        return list(samples)
-    keep = {round(index * (len(samples) - 1) / (limit - 3)): True for index in range(limit - 2)}
-    keep[min(range(len(samples)), key=lambda index: samples[index])] = True
-    keep[max(range(len(samples)), key=lambda index: samples[index])] = True
-    return [samples[index] for index in sorted(keep)]
-
-
-def forest_data(diff: Diff) -> list[dict[str, Any]]:
+def forest_plot(diff: Diff, figures: PageFigures) -> str:
     """The change of every row with its interval."""
     shared = shared_key(row.baseline for row in diff.rows)
     has_metrics = len({row.baseline.metric: True for row in diff.rows}) > 1
     points = []
     for row in diff.rows:
-        label = short_label(row.baseline, shared)
-        if has_metrics and label != row.baseline.metric:
-            label += f" · {row.baseline.metric}"
+        label, words = row_label(row.baseline, shared), metric_words(row.baseline.metric)
+        if has_metrics and label != words:
+            label += f" · {words}"
         judgement = row.judgement
         points.append(
             {
@@ -318,91 +390,33 @@ def forest_data(diff: Diff) -> list[dict[str, Any]]:
                 "low": judgement.low_percent,
                 "high": judgement.high_percent,
                 "verdict": row.verdict.value,
+                "tone": TONES[row.verdict],
                 "text": verdict_text(row),
             }
         )
-    return points
+    return figures.place(changes_figure(points))
 
 
-# --- lines: along an axis, over the number of workers, percentiles ---
+# --- lines: along an axis, over the number of workers ---
 
-AXES = {
-    "step": ("steps", ""),
-    "s": ("seconds", "s"),
-    "bytes": ("bytes sent", "B"),
-    "ping_s": ("mean delay of a layer", "s"),
-}
-"""What an axis is called, and its unit."""
 _OF_A_COURSE = ("step", "s", "bytes")
-MIN_SAMPLES = 20
-"""Fewer have no percentiles worth a line."""
-QUANTILES = tuple(range(100))
-
 Colours = dict[str, int]
 """The colour of each contender, through a whole chapter."""
 
 
-class Chart:
-    """One plot of lines, in its making: values in their own units until `data` scales them."""
-
-    def __init__(self, group: Group, axes: Sequence[str]) -> None:
-        self.metric, self.unit, self.direction = group
-        self.axes = axes
-        self.lines: list[list[dict[str, Any]]] = [[] for _ in axes]
-
-    def add(self, axis: int, line: Line, **about: Any) -> None:
-        """`about`: `series`, `report` and `style` ('line', 'points', 'predicted' or 'ideal')."""
-        band = {"low": line.low, "high": line.high} if line.has_band else {}
-        self.lines[axis].append(
-            {"x": line.x, "y": line.mean, **band, "starts": line.num_starts, "style": "line"} | about
-        )
-
-    def data(self, number: int) -> dict[str, Any]:
-        """Return what the page draws; `number` is the set's."""
-        values = [y for lines in self.lines for line in lines for y in line["y"]]
-        scale = scale_for(self.unit, percentile([abs(value) for value in values], 50) if values else 1.0)
-        is_log, has_zeros = _wants_log(values)
-        is_share = self.unit in {"", "1", "%"} and bool(values) and min(values) >= 0 and not is_log
-        title = " · ".join(part for part in (metric_words(self.metric), scale.unit) if part)
-        if is_log:
-            title += " (log, without zeros)" if has_zeros else " (logarithmic)"
-        views = [self._view(axis, lines, scale) for axis, lines in zip(self.axes, self.lines, strict=True)]
-        y = {"title": title, "unit": scale.unit, "isLog": is_log, "isShare": is_share}
-        return {"set": number, "y": y, "views": views}
-
-    def _view(self, axis: str, lines: list[dict[str, Any]], scale: Scale) -> dict[str, Any]:
-        title, unit = _called(axis), AXES.get(axis, ("", ""))[1]
-        ends = [max(line["x"]) for line in lines if max(line["x"]) > 0]
-        along = scale_for(unit, max(ends, default=1.0))
-        # those who send much and those who send little are both to be seen
-        is_log = axis == "bytes" and bool(ends) and max(ends) > LOG_RATIO / 2 * min(ends)
-        named = f"{title}{f' ({along.unit})' if along.unit and along.unit != unit else ''}"
-        factors = {"x": along.factor, **dict.fromkeys(("y", "low", "high"), scale.factor)}
-        shown = [
-            {
-                name: [number / factors[name] for number in value] if name in factors else value
-                for name, value in line.items()
-            }
-            for line in lines
-        ]
-        x = {"title": named, "unit": along.unit, "isLog": is_log, "isDoubling": axis == WORKERS}
-        return {"x": x, "lines": shown}
-
-
-def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
-    """Whether a logarithmic axis shows them better, and whether it leaves zeros out."""
-    positive = [value for value in values if value > 0]
-    if len(positive) < 0.5 * len(values) or not positive or min(values) < 0:
-        return False, False
-    return max(positive) > 5 * LOG_RATIO * min(positive), len(positive) < len(values)
-
-
 def curves_title(shown: Sequence[Shown]) -> tuple[str, str]:
-    """What `curve_plots` is called, by what its lines go along, and what a line and its band are."""
+    """What `curve_plots` is called, and how its lines and bands are read."""
     axes = _axes([curve for _, curve in _drawn_curves(shown)])
+    how = "Each line is the mean over the independent runs, its band reaches from the lowest to the highest."
     if not axes or any(axis in _OF_A_COURSE for axis in axes):
-        return "Over time", "mean over the starts, band: all starts"
-    return f"Over the {' and the '.join(map(_called, axes))}", "mean over the repeats, band: all of them"
+        return "Over time", (
+            "How each figure went while it trained. "
+            + how
+            + " Choose along what: a strategy that is ahead by "
+            "steps may be behind by seconds or bytes. Press a name to hide or show it."
+        )
+    called = " and the ".join(map(axis_name, axes))
+    return f"Over the {called}", f"Each figure by the {called}. " + how
 
 
 def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
@@ -422,10 +436,10 @@ def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
             line = averaged(curve, axis)
             if line is not None:
                 chart.add(position, line, **series.about(contest.contender(curve.key), index))
-    tabs = figures.tabs(number, "along", [_called(axis) for axis in axes])
+    tabs = figures.tabs(number, "along", [axis_name(axis) for axis in axes])
     return (
         f'<div class="controls">{tabs}{figures.legend(number)}</div>'
-        f"{series.key_to_reports()}{_grid(charts, figures, number)}"
+        f"{series.key_to_reports()}{_grid(charts, figures, number, series.entries)}"
     )
 
 
@@ -442,10 +456,6 @@ def _drawn_curves(shown: Sequence[Shown]) -> list[tuple[int, Curve]]:
 
 def _axes(curves: Sequence[Curve]) -> list[str]:
     return [axis for axis in axes_of(curves) if axis != WORKERS]
-
-
-def _called(axis: str) -> str:
-    return AXES.get(axis, (axis.replace("_", " "), ""))[0]
 
 
 def scaling_groups(shown: Sequence[Shown]) -> list[Group]:
@@ -508,11 +518,17 @@ def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours
             chart.add(0, line, **about, style="predicted")
     for chart in charts.values():
         _add_ideal(chart)
-    lines = ["points and lines: measured"] + ["dashed: predicted"] * bool(predicted) + ["dotted: ideal"]
     return (
         f'<div class="controls">{figures.legend(number)}</div>{series.key_to_reports()}'
-        f'<p class="how">{"; ".join(lines)}</p>{_grid(charts, figures, number)}'
+        f"{_grid(charts, figures, number, series.entries)}"
     )
+
+
+SCALING_HOW = (
+    "Speed by the number of workers. Points are medians, their bars reach from the lowest to the highest "
+    "process start; dashed lines are predictions; the dotted line is the ideal, the fastest with the fewest "
+    "workers, multiplied. The nearer to it, the better a strategy scales."
+)
 
 
 def _over_workers(rows: list[Row]) -> Line:
@@ -529,15 +545,15 @@ def _over_workers(rows: list[Row]) -> Line:
 
 def _add_ideal(chart: Chart) -> None:
     """What the fewest workers did, multiplied: for rates only. The fastest there sets it."""
-    lines = [line for line in chart.lines[0] if line["x"][0] > 0]
+    lines = [drawn.line for drawn in chart.lines[0] if drawn.line.x[0] > 0]
     if not chart.unit.endswith("/s") or chart.direction != "higher" or not lines:
         return
-    origin = min(lines, key=lambda line: (line["x"][0], -line["y"][0]))
-    reach = max(line["x"][-1] for line in lines)
-    x = [origin["x"][0], reach]
-    y = [origin["y"][0] * at / origin["x"][0] for at in x]
+    origin = min(lines, key=lambda line: (line.x[0], -line.mean[0]))
+    reach = max(line.x[-1] for line in lines)
+    x = [origin.x[0], reach]
+    y = [origin.mean[0] * at / origin.x[0] for at in x]
     if reach > x[0]:
-        chart.add(0, Line(x, y, y, y, 1), series=-1, report=0, style="ideal")
+        chart.add(0, Line(x, y, y, y, 1), series=-1, style="ideal")
 
 
 class _Series:
@@ -571,53 +587,21 @@ class _Series:
         return f'<p class="how">{items}</p>'
 
 
-def _grid(charts: dict[tuple[Group, str], Chart], figures: PageFigures, number: int) -> str:
+def _grid(
+    charts: dict[tuple[Group, str], Chart],
+    figures: PageFigures,
+    number: int,
+    series: Sequence[tuple[str, int]],
+) -> str:
     """Metric by metric, the settings of each beside one another."""
     groups = list({group: True for group, _ in charts})
     ordered = sorted(charts.items(), key=lambda item: groups.index(item[0][0]))
     parts = []
     for ((metric, _, direction), setting), chart in ordered:
-        title = f"{metric_words(metric)}, {direction} is better{f' · {setting}' if setting else ''}"
-        parts.append(titled(title, figures.place("lines", **chart.data(number))))
+        title = sentence_case(metric_words(metric)) + (f" · {setting}" if setting else "")
+        plot = figures.place(*chart.figures(series), number=number)
+        parts.append(titled(f"{title} ({direction} is better)", plot))
     return beside_one_another(*parts)
-
-
-def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures, colours: Sequence[int]) -> str:
-    """The share of samples up to each time, a line for each named row; '' without enough samples."""
-    enough = [
-        (name, row, colour)
-        for (name, row), colour in zip(rows, colours, strict=True)
-        if row.unit == "s" and len(row.samples) >= MIN_SAMPLES
-    ]
-    if not enough:
-        return ""
-    number = figures.open_set((name, colour) for name, _, colour in enough)
-    plot = figures.place("lines", set=number, **percentile_view([row for _, row, _ in enough]))
-    return titled("percentiles", figures.legend(number) + plot)
-
-
-def percentile_view(rows: Sequence[Row | None]) -> dict[str, Any]:
-    """The lines of rows of one unit; a row that is missing leaves its series empty."""
-    present = [(series, row) for series, row in enumerate(rows) if row is not None and row.starts]
-    quantiles = {series: percentiles(row.samples, QUANTILES) for series, row in present}
-    ends = [value for values in quantiles.values() for value in (values[1], values[-1])]
-    scale = scale_for(present[0][1].unit if present else "", percentile(ends, 50) if ends else 1.0)
-    is_log = bool(ends) and min(ends) > 0 and max(ends) > LOG_RATIO * min(ends)
-    lines = [
-        {
-            "series": series,
-            "report": 0,
-            "style": "line",
-            "starts": len(row.starts),
-            "x": [value / scale.factor for value in quantiles[series]],
-            "y": list(QUANTILES),
-        }
-        for series, row in present
-    ]
-    title = f"{scale.unit}, up to p99{' (logarithmic)' if is_log else ''}"
-    x = {"title": title, "unit": scale.unit, "isLog": is_log, "isDoubling": False}
-    y = {"title": "% of samples", "unit": "%", "isLog": False, "isShare": True, "isPercentile": True}
-    return {"y": y, "views": [{"x": x, "lines": lines}]}
 
 
 # --- staleness ---
@@ -648,18 +632,18 @@ def histogram_plots(shown: Sequence[Shown], figures: PageFigures, colours: dict[
 def _bars(rows: Sequence[Row], colour: int, figures: PageFigures) -> str:
     exact = histogram_of(rows)
     histogram = exact.in_classes(class_width(min(exact.counts), max(exact.counts), MAX_BARS))
-    total = exact.total or 1.0
-    plot = figures.place(
-        "histogram",
-        behind=list(histogram.counts),
-        width=histogram.width,
-        names=[histogram.name(behind) for behind in histogram.counts],
-        counts=list(histogram.counts.values()),
-        shares=[100 * count / total for count in histogram.counts.values()],
-        colour=colour,
-    )
-    return f'{plot}<p class="how">{escape(exact.said())}</p>'
+    plot = figures.place(histogram_figure(histogram, colour, "Updates behind", " behind"))
+    return f'<p class="how">{escape(exact.said())}</p>{plot}'
 
+
+STALENESS_HOW = (
+    "How many updates were made between the moment a gradient was computed at and its own update: "
+    "the further to the right, the older the gradients."
+)
+WAITS_HOW = (
+    "How long the worker of each row waited for the worker of each column, on average over the runs; more "
+    "colour is a longer wait. A dark column is a worker that others wait for."
+)
 
 # --- who waited for whom ---
 
@@ -692,19 +676,10 @@ def _wait_map(rows: list[Row], longest: float, figures: PageFigures) -> str:
         {value: True for row in rows for value in (row.key[WAITING], row.key[AWAITED])}, key=_worker_order
     )
     cells = {(row.key[WAITING], row.key[AWAITED]): mean_of(row.samples) for row in rows}
-    data: dict[str, Any] = {
-        "names": [text(worker) for worker in workers],
-        "values": [
-            [
-                None if (waiting, awaited) not in cells else cells[waiting, awaited] / scale.factor
-                for awaited in workers
-            ]
-            for waiting in workers
-        ],
-        "unit": scale.unit,
-        "longest": longest / scale.factor,
-    }
-    return figures.place("waits", **data) + f'<p class="how">{_waits_said(cells, workers, scale.format)}</p>'
+    names = [text(worker) for worker in workers]
+    values = [[cells.get((waiting, awaited)) for awaited in workers] for waiting in workers]
+    said = f'<p class="how">{_waits_said(cells, workers, scale.format)}</p>'
+    return said + figures.place(waits_figure(names, values, scale, longest))
 
 
 def _worker_order(worker: Scalar) -> tuple[bool, float, str]:

@@ -253,11 +253,7 @@ def lead_of(
     if num_samples < max(2, num_needed):
         everywhere = dict.fromkeys(order, (1, len(order)))
         return Lead(tuple(order), (), (), everywhere, means, num_samples, num_needed)
-    relative = [
-        math.sqrt(variance_of(found)) / abs(means[name]) if means[name] else 0.0
-        for name, found in samples.items()
-    ]
-    least = percentile(relative, 50)
+    least = usual_deviation(samples.values())
     of_pairs = _t_of_pairs([len(found) for found in samples.values()])
     half = {
         name: half_interval(found, coarse[name], least * abs(means[name]))
@@ -280,6 +276,16 @@ def lead_of(
     behind = [name for name in order if all(is_ahead(one, name) for one in names)]
     between = [name for name in order if name not in names and name not in behind]
     return Lead(tuple(names), tuple(behind), tuple(between), places, means, num_samples, num_needed)
+
+
+def usual_deviation(samples: Iterable[Sequence[float]]) -> float:
+    """The median of the contenders' deviations, each as a share of its mean; 0 where all have one sample."""
+    shares = [
+        math.sqrt(variance_of(found)) / abs(mean_of(found)) if mean_of(found) else 0.0
+        for found in samples
+        if len(found) > 1
+    ]
+    return percentile(shares, 50) if shares else 0.0
 
 
 def half_interval(samples: Sequence[float], resolution: float = 0.0, least_deviation: float = 0.0) -> float:

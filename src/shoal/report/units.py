@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -70,6 +72,16 @@ def digits(value: float, significant: int = 3) -> str:
 def counted(count: int, noun: str, several: str = "") -> str:
     """'1 peer', '1,234 peers'; `several` is the plural where it is not made by an s."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def ranged(values: Sequence[float], unit: str) -> str:
+    """The median of several starts and how far they reach: '12.3 ms (11.0 to 14.2 over 5 starts)'."""
+    median = statistics.median(values)
+    scale = scale_for(unit, median) if unit == "s" or unit in _BYTES else Scale(1.0, unit)
+    if len(values) == 1:
+        return f"{scale.format(median)} (one start)"
+    reach = f"{scale.number(min(values))} to {scale.number(max(values))}"
+    return f"{scale.format(median)} ({reach} over {len(values)} starts)"
 
 
 def rounded(value: float) -> float | int:

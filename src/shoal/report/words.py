@@ -5,9 +5,12 @@ Keys stay what they are in the report, in `RESULT` lines and in the tooltips of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from shoal.report.schema import Direction
+from shoal.core.untrusted import visible_line
+from shoal.report.schema import Direction, Scalar, text
+from shoal.report.units import Scale, scale_for
 
 
 class BenchmarkWords(NamedTuple):
@@ -15,6 +18,8 @@ class BenchmarkWords(NamedTuple):
 
     title: str
     about: str
+    topic: str = ""
+    """What it is about in two or three words, for a page of several."""
 
 
 _BENCHMARKS = {
@@ -22,65 +27,89 @@ _BENCHMARKS = {
         "How well and how fast each strategy trains",
         "Worker processes on this machine trained the same model from the same start under each strategy. "
         "Look first at the accuracy against seconds and bytes: higher and further left is better.",
+        "accuracy of strategies",
     ),
     "collectives": BenchmarkWords(
         "How long workers take to combine their tensors",
         "Each operation was called many times between real worker processes, beside gloo in the same run. "
         "Times are of one call; shorter is better.",
+        "collective operations",
     ),
     "compare": BenchmarkWords(
         "Which strategy reaches the target first",
-        "Every strategy had the same task, network, computers and budget, in virtual time, so that the speed "
-        "of this machine does not matter. Bands and ± show how far seeds differ.",
+        "Every strategy had the same task, network, computers and budget. Time is virtual: computed from "
+        "the network and the cost of a step, so that the speed of this machine does not matter. "
+        "Bands and ± show how far seeds differ.",
+        "strategies compared",
     ),
     "convergence": BenchmarkWords(
         "How well a model learns from stale gradients",
         "Trainers with simulated delays updated one model, as in Learning@home's experiment. "
         "Staleness is how many updates others made while a gradient was on its way.",
+        "learning from stale gradients",
     ),
     "ddp": BenchmarkWords(
         "How long a training step takes, from one worker to whole machines",
         "PyTorch's DDP benchmark: the same model with growing numbers of workers. Percentiles are over all "
         "iterations of all workers; shorter is better.",
+        "time of a training step",
     ),
     "dht": BenchmarkWords(
         "How fast and how surely the peers' table is written and read",
-        "Peers with real sockets stored records in a distributed hash table and read them back. "
-        "Look first at the share of reads that found their record, then at the time of a call.",
+        "Peers with real sockets on this machine stored records in a distributed hash table and read them "
+        "back. Look first at the share of reads that found their record, then at the time of a call.",
+        "the peers' table (DHT)",
     ),
     "experts": BenchmarkWords(
         "How many samples an expert server handles in a second",
         "Client processes sent batches to a server of experts over real sockets. The echo is the same "
-        "traffic without any computing: what the server reaches of it is its own cost.",
+        "traffic without any computing; the module alone is the same computing without any network. What "
+        "the server reaches of them is its own cost.",
+        "an expert server",
     ),
     "latency": BenchmarkWords(
         "How much slow links cost each way of training",
         "The same work was done over links of growing latency, as in Learning@home's experiment. "
         "A way that keeps its throughput to the right is one that hides latency.",
+        "the cost of slow links",
     ),
     "scaling": BenchmarkWords(
         "How speed grows with the number of workers",
         "Each strategy trained with growing numbers of workers. The ideal line multiplies the speed of the "
         "fewest; sharing the cores of one machine keeps everybody below it.",
+        "speed by number of workers",
     ),
     "swarm": BenchmarkWords(
         "How a swarm of peers averages while peers come and go",
         "Peer processes averaged a state round after round while some of them were killed or stopped.",
+        "averaging in a swarm",
     ),
     "training": BenchmarkWords(
         "How fast workers train under each strategy",
         "Real worker processes trained in turns under each strategy and under none. The fraction of the "
-        "ceiling says what is left of the speed of workers that share nothing; 1 is ideal.",
+        "ceiling says what is left of the speed of workers that share nothing; 100 % is ideal.",
+        "speed of training",
     ),
     "transport": BenchmarkWords(
         "How fast messages and tensors pass between two processes",
         "Calls and large buffers went over real sockets of this machine, beside plain sockets in one run.",
+        "messages and tensors",
     ),
     "virtual": BenchmarkWords(
         "How fast networks are simulated",
         "Calls between simulated peers in virtual time; more calls in a second of this machine is better.",
+        "simulated networks",
     ),
 }
+_REAL_COMPARE = (
+    "Every strategy had the same task, network, computers and budget. Workers are real processes behind "
+    "shaped links, so that seconds are of the clock on this machine. Bands and ± show how far runs differ."
+)
+_VIRTUAL_DHT = (
+    "Simulated peers stored records in a distributed hash table and read them back. Time is virtual: "
+    "computed from the network's delays, so that the speed of this machine does not matter. Look first at "
+    "the share of reads that found their record, then at the time of a call."
+)
 
 
 class MetricInfo(NamedTuple):
@@ -93,21 +122,21 @@ class MetricInfo(NamedTuple):
 
 METRICS: dict[str, MetricInfo] = {
     "accuracy": MetricInfo("accuracy", "", "higher"),
-    "after_fault": MetricInfo("after fault", "s"),
+    "after_fault": MetricInfo("time from a fault to the next step", "s"),
     "asked": MetricInfo("time that clients asked for", "s"),
     "backward_latency": MetricInfo("time of a backward call", "s"),
     "bytes_sent": MetricInfo("bytes sent in all", "B"),
     "bytes_to_target": MetricInfo("bytes sent to reach the target", "B"),
     "calls_per_s": MetricInfo("calls in a second", "1/s", "higher"),
-    "ceiling": MetricInfo("ceiling", "s"),
-    "ceiling_cpu": MetricInfo("ceiling cpu", "s"),
-    "chosen": MetricInfo("chosen learning rate", "", "higher"),
-    "completed": MetricInfo("completed", "", "higher"),
+    "ceiling": MetricInfo("time to move the same bytes over plain sockets", "s"),
+    "ceiling_cpu": MetricInfo("processor time to move the same bytes over plain sockets", "s"),
+    "chosen": MetricInfo("chosen for the contest (1: yes)", "", "higher"),
+    "completed": MetricInfo("calls that were answered", "", "higher"),
     "consensus_distance": MetricInfo("how far models are apart"),
     "cores_per_worker": MetricInfo("cores of a worker", "", "higher"),
-    "cpu_time": MetricInfo("cpu time", "s"),
+    "cpu_time": MetricInfo("processor time", "s"),
     "create": MetricInfo("time to start all peers", "s"),
-    "distance": MetricInfo("distance"),
+    "distance": MetricInfo("distance from the optimum"),
     "echo": MetricInfo("echo of a large buffer", "GB/s", "higher"),
     "echo_samples_per_s": MetricInfo("samples in a second, echo without computing", "1/s", "higher"),
     "raw_samples_per_s": MetricInfo(
@@ -119,15 +148,15 @@ METRICS: dict[str, MetricInfo] = {
     "expired_batches": MetricInfo("batches that had expired when read"),
     "failed_calls": MetricInfo("calls that failed"),
     "failed_echoes": MetricInfo("echoes that failed"),
-    "failures": MetricInfo("failures"),
+    "failures": MetricInfo("calls that failed, by reason"),
     "final_accuracy": MetricInfo("accuracy at the end", "", "higher"),
-    "final_distance": MetricInfo("distance at the end"),
+    "final_distance": MetricInfo("distance from the optimum at the end"),
     "final_val_loss": MetricInfo("loss at the end"),
     "forward_latency": MetricInfo("time of a forward call", "s"),
     "fraction_of_ceiling": MetricInfo("speed as a fraction of workers that share nothing", "", "higher"),
     "fraction_of_own_speed": MetricInfo("speed of a worker as a fraction of its own alone", "", "higher"),
-    "fraction_of_sockets": MetricInfo("fraction of sockets", "", "higher"),
-    "fraction_of_tls_sockets": MetricInfo("fraction of tls sockets", "", "higher"),
+    "fraction_of_sockets": MetricInfo("speed as a fraction of plain sockets", "", "higher"),
+    "fraction_of_tls_sockets": MetricInfo("speed as a fraction of plain TLS sockets", "", "higher"),
     "get_bytes": MetricInfo("bytes of a read", "B"),
     "get_datagrams": MetricInfo("datagrams of a read"),
     "get_failures": MetricInfo("reads that failed"),
@@ -139,19 +168,19 @@ METRICS: dict[str, MetricInfo] = {
     "get_slowest_met_dead": MetricInfo("slowest read that met a dead peer", "s"),
     "get_success": MetricInfo("share of reads that found their record", "", "higher"),
     "get_time_per_key": MetricInfo("time of a read, many at once", "s"),
-    "gpu_allocated": MetricInfo("gpu allocated", "B"),
-    "gpu_reserved": MetricInfo("gpu reserved", "B"),
+    "gpu_allocated": MetricInfo("GPU memory in use", "B"),
+    "gpu_reserved": MetricInfo("GPU memory that is held", "B"),
     "gpus_per_worker": MetricInfo("GPUs of a worker", "", "higher"),
-    "hung": MetricInfo("hung"),
+    "hung": MetricInfo("rounds that hung"),
     "images_per_s": MetricInfo("images in a second, all workers", "images/s", "higher"),
     "images_per_s_per_worker": MetricInfo("images in a second, one worker", "images/s", "higher"),
-    "join": MetricInfo("join", "s"),
-    "join_rate": MetricInfo("join rate", "MB/s", "higher"),
+    "join": MetricInfo("time to join", "s"),
+    "join_rate": MetricInfo("speed at which a joiner receives the state", "MB/s", "higher"),
     "latency": MetricInfo("time of a call", "s"),
     "launch": MetricInfo("time to start the server", "s"),
     "like_machine_0": MetricInfo("machine is built like the first", "", "higher"),
     "local_samples_per_s": MetricInfo("samples in a second, the module alone", "1/s", "higher"),
-    "loss": MetricInfo("loss"),
+    "loss": MetricInfo("loss on test examples"),
     "lost_clients": MetricInfo("clients that were lost"),
     "lost_gradients": MetricInfo("gradients that were lost"),
     "mean_expert_staleness": MetricInfo("average staleness of experts' updates"),
@@ -161,14 +190,14 @@ METRICS: dict[str, MetricInfo] = {
     "not_reached": MetricInfo("runs that did not reach the target"),
     "num_samples": MetricInfo("samples in all", "", "higher"),
     "peak_rss": MetricInfo("most memory of the process", "B"),
-    "round": MetricInfo("round", "s"),
-    "round_bytes": MetricInfo("round bytes", "B"),
-    "round_cpu": MetricInfo("round cpu", "s"),
-    "round_over_ceiling": MetricInfo("round over ceiling"),
+    "round": MetricInfo("time of a round", "s"),
+    "round_bytes": MetricInfo("bytes of a round", "B"),
+    "round_cpu": MetricInfo("processor time of a round", "s"),
+    "round_over_ceiling": MetricInfo("time of a round, as a multiple of moving its bytes"),
     "round_trip": MetricInfo("time of a round trip", "s"),
-    "rss_growth": MetricInfo("rss growth"),
+    "rss_growth": MetricInfo("growth of memory"),
     "run_seconds": MetricInfo("time of the whole run", "s"),
-    "same_bits": MetricInfo("same bits", "", "higher"),
+    "same_bits": MetricInfo("rounds after which all peers hold the same bits", "", "higher"),
     "samples_per_s": MetricInfo("samples in a second", "1/s", "higher"),
     "scaling_efficiency": MetricInfo("speed as a fraction of linear growth", "", "higher"),
     "sec_per_iter": MetricInfo("time of a training step", "s"),
@@ -178,7 +207,7 @@ METRICS: dict[str, MetricInfo] = {
     "server_rss": MetricInfo("memory of the server", "B"),
     "simulated": MetricInfo("virtual time that passed", "s"),
     "slowest_over_fastest": MetricInfo("slowest worker's step over the fastest's"),
-    "staleness": MetricInfo("staleness"),
+    "staleness": MetricInfo("updates behind"),
     "startup_experts": MetricInfo("time to build the experts", "s"),
     "startup_networking": MetricInfo("time to begin to listen", "s"),
     "steps_to_target": MetricInfo("steps to reach the target"),
@@ -200,7 +229,7 @@ METRICS: dict[str, MetricInfo] = {
     "touched_experts": MetricInfo("experts that were used", "", "higher"),
     "train_loss": MetricInfo("loss in training"),
     "tuning_accuracy": MetricInfo("accuracy while a learning rate was chosen", "", "higher"),
-    "tuning_distance": MetricInfo("tuning distance"),
+    "tuning_distance": MetricInfo("distance while a learning rate was chosen"),
     "val_accuracy": MetricInfo("accuracy on held-out data", "", "higher"),
     "val_accuracy_last_5": MetricInfo("accuracy on held-out data, last five", "", "higher"),
     "val_loss": MetricInfo("loss on held-out data"),
@@ -208,18 +237,23 @@ METRICS: dict[str, MetricInfo] = {
     "virtual_s": MetricInfo("virtual time that passed", "s"),
     "waited": MetricInfo("time that workers waited", "s"),
     "wall": MetricInfo("time that the benchmark took", "s"),
-    "wall_time": MetricInfo("wall time", "s"),
+    "wall_time": MetricInfo("time that passed", "s"),
     "worst_accuracy": MetricInfo("worst worker's accuracy", "", "higher"),
-    "worst_distance": MetricInfo("worst distance"),
+    "worst_distance": MetricInfo("worst worker's distance"),
     "worst_final_accuracy": MetricInfo("worst worker's accuracy at the end", "", "higher"),
-    "worst_final_distance": MetricInfo("worst final distance"),
+    "worst_final_distance": MetricInfo("worst worker's distance at the end"),
 }
 """By key: the figures of all benchmarks, but for those of collectives, which are named by the operation."""
 
 
-def benchmark_words(name: str) -> BenchmarkWords:
-    """Title and explanation of a benchmark; its name alone where it is none of ours."""
-    return _BENCHMARKS.get(name, BenchmarkWords(name, ""))
+def benchmark_words(name: str, config: Mapping[str, Any] | None = None) -> BenchmarkWords:
+    """Title and explanation of a benchmark, as it was configured; its name alone where it is none of ours."""
+    words, config = _BENCHMARKS.get(name, BenchmarkWords(name, "", name)), config or {}
+    if name == "compare" and config.get("is_real"):
+        return words._replace(about=_REAL_COMPARE)
+    if name == "dht" and config.get("profile") is not None:
+        return words._replace(about=_VIRTUAL_DHT)
+    return words
 
 
 def sentence_case(words: str) -> str:
@@ -230,3 +264,89 @@ def sentence_case(words: str) -> str:
 def metric_words(key: str) -> str:
     """What a figure is called for people; its key with spaces where no words are known."""
     return METRICS[key].words if key in METRICS else key.replace("_", " ")
+
+
+# --- entries of keys ---
+
+KEYS = {
+    "backward": "backward calls",
+    "behind": "updates behind",
+    "contender": "strategy",
+    "expert_class": "expert",
+    "global_average_every": "global average every",
+    "hidden_dim": "hidden size",
+    "in_flight": "in flight",
+    "learning_rate": "learning rate",
+    "method": "way",
+    "num_clients": "clients",
+    "num_experts": "experts",
+    "num_machines": "machines",
+    "num_peers": "peers",
+    "num_processes": "processes",
+    "num_workers": "workers",
+    "passes": "passes",
+    "ping_ms": "ping in ms",
+    "ping_s": "ping in s",
+    "size_bytes": "bytes",
+    "waited_for": "waited for",
+}
+_COUNTS = ("size_bytes", "in_flight")
+"""Numbers that stand before their word, as those of every `num_` do."""
+_ALONE = ("contender", "strategy", "method", "scenario", "mode", "model", "via", "op", "kind")
+"""Entries whose text says enough without the entry's name."""
+
+
+ABSENT = {"via": "streams"}
+"""What an entry is where a key lacks it and others have it."""
+
+
+def key_words(name: str) -> str:
+    """What an entry of a key is called for people."""
+    return KEYS.get(name, name.removeprefix("num_").replace("_", " "))
+
+
+def key_label(key: Mapping[str, Scalar]) -> str:
+    """A key for people: 'experts, 12 peers', 'split iid, batch size 32'."""
+    return ", ".join(_entry(name, value) for name, value in key.items())
+
+
+def _entry(name: str, value: Scalar) -> str:
+    words = visible_line(key_words(name))
+    if isinstance(value, bool):
+        return f"{words}: {'yes' if value else 'no'}"
+    if isinstance(value, str):
+        return text(value) if name in _ALONE else f"{words} {text(value)}"
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    is_count = name.startswith("num_") or name in _COUNTS
+    return f"{shown} {_one(words) if value == 1 else words}" if is_count else f"{words} {shown}"
+
+
+def _one(words: str) -> str:
+    """The singular of what is counted."""
+    return words.removesuffix("es") if words.endswith("sses") else words.removesuffix("s")
+
+
+# --- units ---
+
+SHARES = frozenset(
+    {
+        "accuracy", "final_accuracy", "fraction_of_ceiling", "fraction_of_own_speed", "fraction_of_sockets",
+        "fraction_of_tls_sockets", "get_success", "rss_growth", "same_bits", "scaling_efficiency",
+        "store_success", "survival", "tuning_accuracy", "val_accuracy", "val_accuracy_last_5",
+        "worst_accuracy", "worst_final_accuracy",
+    }
+)  # fmt: skip
+"""Figures that people read in percent."""
+_LARGE_RATE = 1e7
+
+
+def figure_scale(metric: str, unit: str, reference: float) -> Scale:
+    """The scale in which a page shows a figure: shares in percent, rates in whole numbers."""
+    if metric in SHARES and unit in {"", "1"}:
+        return Scale(0.01, "%")
+    if unit.endswith("/s") and unit.removesuffix("/s") not in {"B", "kB", "MB", "GB", "TB", "bytes"}:
+        name = "/s" if unit == "1/s" else unit
+        if abs(reference) >= _LARGE_RATE:
+            return Scale(1e6, f"million {name}")
+        return Scale(1.0, name)
+    return scale_for(unit, reference)

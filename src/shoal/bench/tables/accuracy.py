@@ -93,6 +93,7 @@ def summarize_accuracy(report: Report) -> dict[str, Any]:
     outcomes = outcomes_of(report)
     result: dict[str, Any] = {
         "headline": headline(report),
+        "conditions": _conditions(report),
         "device": report.config.get("device", "cpu"),
         "resolution": dict.fromkeys((FINAL, WORST_FINAL), _one_example(report)),
     }

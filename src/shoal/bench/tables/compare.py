@@ -128,6 +128,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
     facts = facts_of(config.task)
     result: dict[str, Any] = {
         "headline": headline(report),
+        "conditions": conditions(config),
         "target": config.target,
         "resolution": {metric: step for metric, step in _resolution_of_scores(facts).items() if step},
         "ranking": {name: ranking(outcomes, metric) for metric, (name, _) in RANKED.items()},
@@ -246,9 +247,14 @@ def conditions(config: CompareConfig) -> list[str]:
     if config.is_tuned:
         lines += [
             f"Learning rate: each tried {rates} once, with a seed that is none of the contest's, and took",
-            "that which was first at the target of those that end best. The grid was made wider for all",
-            "while the best of one was at its end; ≤ and ≥: it still is.",
+            "that which was first at the target of those that end best; ≤ and ≥: it was at the grid's end.",
         ]
+        first = sorted(facts.learning_rates)
+        if set(first) < set(config.learning_rates):
+            lines.append(
+                f"The grid was {', '.join(f'{rate:g}' for rate in first)}, and was made wider for all while "
+                "the best of one was at its end."
+            )
     else:
         lines.append(f"Learning rate: {rates} for all, not tuned.")
     lines.append("The score is that of the mean of all models; ± is the deviation over seeds.")

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.dht import EXPERTS, DhtConfig
+from shoal.bench.dht import EXPERTS, DhtConfig, ExpertsPlan
 from shoal.report import Report
 from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import known_percentiles
-from shoal.report.units import rounded
+from shoal.report.units import counted, ranged, rounded
 from shoal.report.views import Items, title_line
 
 MIB = 1 << 20
@@ -41,6 +41,8 @@ def summarize_dht(report: Report) -> dict[str, Any]:
     if config.profile is not None:
         result["profile"] = config.profile
     if starts:
+        result["headline"] = _headline(starts, config)
+        result["conditions"] = _conditions(config, len(starts))
         each = [_figures(start, config) for start in starts]
         for name in (name for name in each[0] if all(name in figures for figures in each)):
             result[name] = rounded(statistics.median(figures[name] for figures in each))
@@ -64,6 +66,48 @@ def dht_items(report: Report) -> Items:
     items += [(line, "red") for line in _failure_lines(report, starts)]
     items += [(f"failed: {' '.join((row.error or '').split())}", "red") for row in report.failed]
     return items
+
+
+def _headline(starts: Sequence[Start], config: DhtConfig) -> list[str]:
+    """What was found of what was stored, and how long it took; all starts together."""
+    sentences = []
+    for what, said in (("store", "stores were taken by some peer"), ("get", "reads found their record")):
+        total = sum(_num_tried(start, what) for start in starts)
+        done = sum(round(start[f"{what}_success"][0] * _num_tried(start, what)) for start in starts)
+        sentences.append(f"{100 * done / total:.4g} % of the {said}: {done:,} of {total:,}.")
+    alive = statistics.median(start["survival"][0] for start in starts)
+    if alive < 1:
+        sentences.append(f"{100 * (1 - alive):.3g} % of the peers were killed meanwhile.")
+    times = {
+        what: ranged([start[f"{what}_time_per_key"][0] for start in starts], "s") for what in ("get", "store")
+    }
+    virtual = " of virtual time" if config.profile is not None else ""
+    together = ", many in one call" if config.mode == EXPERTS else ""
+    sentences.append(f"A read took {times['get']}{virtual}, a store {times['store']}{together}.")
+    return sentences
+
+
+def _conditions(config: DhtConfig, num_starts: int) -> list[str]:
+    """Who the peers are, and what they were asked for."""
+    plan, processes = config.plan, counted(config.num_ranks, "process", "processes")
+    if config.profile is not None:
+        where = f"simulated under the network profile '{config.profile}', in virtual time"
+    else:
+        where = f"in {processes} of this machine, over real sockets"
+    if isinstance(plan, ExpertsPlan):
+        did = (
+            f"One peer declared {counted(plan.num_experts, 'expert')}, {plan.expert_batch_size} in a call; "
+            "another looked them all up."
+        )
+    else:
+        did = f"Peers stored and read single keys; {plan.failure_rate:.0%} of all peers were to be killed."
+    settings = config.settings
+    return [
+        f"{counted(config.num_peers, 'peer')} {where}.",
+        did,
+        f"A record is kept by {counted(settings.num_replicas, 'peer')}; buckets of {settings.bucket_size}.",
+        f"{counted(num_starts, 'start')}.",
+    ]
 
 
 # --- figures ---

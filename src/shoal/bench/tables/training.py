@@ -51,6 +51,7 @@ def summarize_training(report: Report) -> dict[str, Any]:
     times_s = {name: pooled(rows) for name, rows in by_rank(report, ITERATION).items()}
     result: dict[str, Any] = {
         "headline": headline(report),
+        "conditions": _conditions(report.config, len(report.seeds)),
         "device": report.config.get("device", "cpu"),
         "image_size": report.config.get("image_size"),
         "examples_per_s": {name: round(_median(row), 1) for name, row in speeds.items()},
@@ -78,6 +79,20 @@ def summarize_training(report: Report) -> dict[str, Any]:
     if slow is not None or report.config.get("slow_rank") is not None:
         result |= {"slow_worker": slow, "slow_worker_evidence": evidence}
     return with_failed(report, result)
+
+
+def _conditions(config: Mapping[str, Any], num_starts: int) -> list[str]:
+    """What holds for all strategies alike."""
+    workers = counted(config.get("num_workers", 0), "worker")
+    where = f"{config.get('model')} on {config.get('device', 'cpu')}"
+    lines = [
+        f"{workers} trained {where}, batch {config.get('batch_size')} each; {counted(num_starts, 'start')}.",
+        "Strategies took turns, block by block, so that a machine that slows down slows all of them.",
+    ]
+    if config.get("slow_rank") is not None:
+        slow = f"rank {config['slow_rank']} was made {config.get('slow_factor', 10):g} times as slow"
+        lines.append(f"In a second part {slow}.")
+    return lines
 
 
 def headline(report: Report) -> list[str]:

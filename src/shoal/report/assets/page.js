@@ -2,10 +2,6 @@
 const choices = data.sets.map(() => 0);
 function choiceOf(plot) { return choices[plot.set]; }
 
-const drawers = {
-  forest: drawForest, overview: drawOverview, spread: drawSpread, bars: drawBars, lines: drawLines, waits: drawWaits,
-  histogram: drawHistogram,
-};
 const places = [...document.querySelectorAll("[data-plot]")];
 const waiting = new Set();
 let turn = 0;
@@ -16,12 +12,12 @@ const next = () => {
   waiting.delete(element);
   turn = setTimeout(next, 0);
   const plot = data.plots[element.dataset.plot];
-  if (element.clientWidth) drawers[plot.kind](element, plot);
+  if (element.clientWidth) drawPlot(element, plot);
 };
 const draw = (isWanted = () => true) => {
   for (const element of places) if (isWanted(element)) waiting.add(element);
   delete root.dataset.drawn;
-  if (!turn) turn = setTimeout(next, 0);
+  if (!turn && window.Plotly) turn = setTimeout(next, 0);
 };
 const drawSet = (number) => draw((element) => data.plots[element.dataset.plot].set === number);
 
@@ -64,4 +60,15 @@ addEventListener("resize", () => {
   timer = setTimeout(() => draw(), 120);
 });
 nameTheme();
-draw();
+/* Plotly stands in the page as gzip in base64. */
+const unpacked = async () => {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+};
+unpacked().then(() => draw(), (error) => {
+  for (const element of places) element.textContent = `This plot needs a browser of 2023 or later (${error}).`;
+  root.dataset.drawn = "all";
+});

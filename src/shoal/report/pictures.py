@@ -1,0 +1,330 @@
+"""Pictures of what a benchmark is about, before all tables: targets, calls of the DHT, an expert server.
+
+Each is told from metrics, so that any report that has them gets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shoal.report.curves import Histogram, Line
+from shoal.report.figures import Chart, IntervalBar, bar_of, bars_figure, histogram_figure, percentiles_figure
+from shoal.report.plots import (
+    Colours,
+    Contest,
+    PageFigures,
+    Section,
+    Shown,
+    beside_one_another,
+    titled,
+)
+from shoal.report.schema import Row, is_number
+from shoal.report.statistics import PERCENTILES, percentile, start_medians, usual_deviation
+from shoal.report.units import counted
+from shoal.report.words import metric_words, sentence_case
+
+Found = list[tuple[Shown, Row]]
+
+
+def pictures(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> list[Section]:
+    """The pictures of the reports of one benchmark; those that have nothing to show are left out."""
+    sections = [
+        target_bars(shown, figures, colours),
+        Section("Did calls succeed?", SUCCESS_HOW, _success_bars(shown, figures)),
+        Section("Hops of a call", HOPS_HOW, _hops(shown, figures)),
+        Section("Throughput", THROUGHPUT_HOW, _throughput(shown, figures)),
+        Section("Throughput by number of clients", CLIENTS_HOW, _by_clients(shown, figures, colours)),
+        Section("Time of a call", CALLS_HOW, _call_times(shown, figures)),
+        Section("Traffic of a call", TRAFFIC_HOW, _traffic(shown, figures)),
+    ]
+    return [section for section in sections if section.content]
+
+
+def _rows(shown: Sequence[Shown], *metrics: str) -> Found:
+    return [
+        (item, row)
+        for metric in metrics
+        for item in shown
+        for row in item.report.rows
+        if row.metric == metric and row.starts
+    ]
+
+
+def _names(found: Found) -> list[str]:
+    """What tells each row from the others: its report, its setting."""
+    contest = Contest([row.key for _, row in found])
+    return [
+        " · ".join(
+            part for part in (item.label, contest.contender(row.key), contest.setting(row.key)) if part
+        )
+        for item, row in found
+    ]
+
+
+# --- until the target ---
+
+TARGETS = ("seconds_to_target", "bytes_to_target", "steps_to_target")
+_ENDS = ("final_accuracy", "final_distance", "final_val_loss")
+
+
+def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> Section:
+    """A bar for each contender: what it took to reach the target."""
+    ran = _rows(shown, *_ENDS)
+    contest = Contest([row.key for _, row in ran])
+    settings = list(dict.fromkeys(contest.setting(row.key) for _, row in ran))
+    parts = []
+    for metric in TARGETS:
+        reached = {(item.number, row.identity[1]): row for item, row in _rows(shown, metric)}
+        for setting in settings if reached else ():
+            runs = [(item, row) for item, row in ran if contest.setting(row.key) == setting]
+            found = [(item, end, reached.get((item.number, end.identity[1]))) for item, end in runs]
+            least = usual_deviation(
+                start_medians(row)
+                for _, end, row in found
+                if row is not None and len(row.starts) == len(end.starts)
+            )
+            bars = []
+            for item, end, row in found:
+                contender = contest.contender(end.key)
+                colour = colours.setdefault(contender, len(colours))
+                label = " · ".join(part for part in (item.label, contender) if part) or "all"
+                if row is not None and len(row.starts) == len(end.starts):
+                    bars.append(bar_of(row, label, colour, least))
+                else:
+                    bars.append(IntervalBar(label, None, note=_why_not(row, len(end.starts)), metric=metric))
+            bars.sort(key=lambda bar: math.inf if bar.value is None else bar.value)
+            if any(bar.value is not None for bar in bars):
+                title = sentence_case(metric_words(metric)) + (f" · {setting}" if setting else "")
+                parts.append(titled(f"{title} (lower is better)", figures.place(bars_figure(bars))))
+    return Section("What it took to reach the target", TARGET_HOW, beside_one_another(*parts))
+
+
+def _why_not(row: Row | None, num_runs: int) -> str:
+    """Why somebody has no bar: it did not reach the target in every run."""
+    if row is None:
+        return f"not reached in {counted(num_runs, 'run')}"
+    return f"reached in {len(row.starts)} of {counted(num_runs, 'run')} only"
+
+
+TARGET_HOW = (
+    "The mean over the runs that differ in their seed, with its 95 % interval as a line; an interval is at "
+    "least as wide as is usual among them, as few runs that agree by chance prove nothing. Where two lines "
+    "overlap, these runs do not tell one from the other; a single run has no interval and tells nothing. "
+    "Only who reached the target in every run has a bar."
+)
+
+# --- calls of the DHT ---
+
+_TRIED = {"store_success": "store_replicas", "get_success": "get_hops"}
+"""The metric that has a sample for each call whose success was counted."""
+_CALLS = {"store_success": "stores", "get_success": "reads"}
+
+
+def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
+    """The share of calls that succeeded, all starts together, with Wilson's interval."""
+    parts = []
+    for item in shown:
+        bars = []
+        for metric, counted_by in _TRIED.items():
+            found = _rows([item], metric)
+            tries = {row.identity[1]: row for _, row in _rows([item], counted_by)}
+            for (_, row), name in zip(found, _names([(item, row) for _, row in found]), strict=True):
+                calls = tries.get(row.identity[1])
+                if calls is None or len(calls.starts) != len(row.starts):
+                    continue
+                total = sum(map(len, calls.starts))
+                done = sum(
+                    min(1.0, max(0.0, share[0])) * len(start)
+                    for share, start in zip(row.starts, calls.starts, strict=True)
+                )
+                low, high = wilson(done, total)
+                note = f"{done:,.0f} of {total:,}"
+                label = " · ".join(part for part in (_CALLS[metric], name) if part)
+                colour = list(_TRIED).index(metric)
+                bars.append(IntervalBar(label, done / total, low, high, note, colour, metric))
+        if bars:
+            alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
+            dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""
+            title = " · ".join(part for part in (item.label, dead) if part)
+            parts.append(
+                titled(sentence_case(title), figures.place(bars_figure(bars, "Share that succeeded")))
+            )
+    return beside_one_another(*parts)
+
+
+def wilson(done: float, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share by Wilson's score, which also holds near 0 and 1."""
+    z, share = 1.96, done / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
+
+
+SUCCESS_HOW = (
+    "The share of calls that did what they should: a store that some peer took, a read that found its "
+    "record. The line is the 95 % interval of so many calls. Anything below 100 % is data that was not found."
+)
+
+
+def _hops(shown: Sequence[Shown], figures: PageFigures) -> str:
+    parts = []
+    found = _rows(shown, "get_hops", "store_hops")
+    for (item, row), name in zip(found, _names(found), strict=True):
+        if not all(0 <= hops <= MAX_HOPS for hops in row.samples):
+            continue
+        counts: dict[int, float] = {}
+        for hops in row.samples:
+            counts[int(hops)] = counts.get(int(hops), 0.0) + 1
+        whole = Histogram({number: counts.get(number, 0.0) for number in range(max(counts) + 1)})
+        what = "Reads" if row.metric == "get_hops" else "Stores"
+        title = " · ".join(part for part in (what, name) if part)
+        picture = histogram_figure(whole, item.number, "Peers asked one after another", " peers asked")
+        parts.append(titled(title, figures.place(picture)))
+    return beside_one_another(*parts)
+
+
+MAX_HOPS = 256
+"""A lookup that asks more peers than an id has bits is none."""
+HOPS_HOW = (
+    "How many peers were asked one after another before the answer was there. 0 is an answer that the asking "
+    "peer had itself. Fewer is better: each costs the time of a round trip."
+)
+
+
+def _traffic(shown: Sequence[Shown], figures: PageFigures) -> str:
+    parts = []
+    for what, metrics in (
+        ("Messages", ("store_messages", "get_messages")),
+        ("Datagrams", ("store_datagrams", "get_datagrams")),
+        ("Bytes", ("store_bytes", "get_bytes")),
+    ):
+        found = _rows(shown, *metrics)
+        bars = [
+            bar_of(
+                row,
+                " · ".join(part for part in (metric_words(row.metric), name) if part),
+                metrics.index(row.metric),
+            )
+            for (_, row), name in zip(found, _names(found), strict=True)
+        ]
+        if bars:
+            parts.append(titled(what, figures.place(bars_figure(bars, f"{what} of a call"))))
+    return beside_one_another(*parts)
+
+
+TRAFFIC_HOW = (
+    "What the network carried for one record that was stored and for one that was read, on average; less is "
+    "better. A message may be several datagrams, and one may serve many records that are asked for at once."
+)
+
+# --- an expert server ---
+
+_SPEEDS = ("samples_per_s", "local_samples_per_s", "raw_samples_per_s", "echo_samples_per_s")
+_SPEED_NAMES = {
+    "samples_per_s": "the expert server",
+    "local_samples_per_s": "the module alone, without a network",
+    "raw_samples_per_s": "blocking sockets without a protocol",
+    "echo_samples_per_s": "the echo, without computing",
+}
+
+
+def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
+    found = _rows(shown, *_SPEEDS)
+    if not _rows(shown, "samples_per_s") or len({row.metric for _, row in found}) < 2:
+        return ""
+    parts = []
+    for item in shown:
+        own = [(item, row) for metric in _SPEEDS for _, row in _rows([item], metric)]
+        bars = [
+            bar_of(
+                row,
+                " · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part),
+                _SPEEDS.index(row.metric),
+            )
+            for (_, row), name in zip(own, _names(own), strict=True)
+        ]
+        if bars:
+            parts.append(titled(item.label, figures.place(bars_figure(bars, "Samples in a second"))))
+    return beside_one_another(*parts)
+
+
+THROUGHPUT_HOW = (
+    "Samples in a second; more is better. Below the server stand its bounds, measured in the same run: the "
+    "same computing without a network, and the same traffic without computing. The server cannot be faster "
+    "than either, and is good where it comes near the lower of them."
+)
+
+
+def _by_clients(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
+    found = [
+        (item, row) for item, row in _rows(shown, "samples_per_s") if is_number(row.key.get("num_clients"))
+    ]
+    if len({row.key["num_clients"] for _, row in found}) < 2:
+        return ""
+    first = found[0][1]
+    contest = Contest([row.key for _, row in found], aside=("num_clients", "scenario"))
+    lines: dict[str, list[Row]] = {}
+    for _, row in found:
+        parts = (contest.contender(row.key), contest.setting(row.key))
+        lines.setdefault(" · ".join(part for part in parts if part) or "the expert server", []).append(row)
+    chart = Chart((first.metric, first.unit, first.direction), ["num_clients"])
+    entries = [(name, colours.setdefault(name, len(colours))) for name in lines]
+    for series, rows in enumerate(lines.values()):
+        ordered = sorted(rows, key=lambda row: float(row.key["num_clients"]))
+        medians = [start_medians(row) for row in ordered]
+        line = Line(
+            x=[float(row.key["num_clients"]) for row in ordered],
+            mean=[percentile(values, 50) for values in medians],
+            low=[min(values) for values in medians],
+            high=[max(values) for values in medians],
+            num_starts=max(map(len, medians)),
+        )
+        chart.add(0, line, series=series, style="points")
+    number = figures.open_set(entries)
+    return figures.legend(number) + figures.place(*chart.figures(entries), number=number)
+
+
+CLIENTS_HOW = (
+    "Samples in a second by how many clients asked at once. It grows until the server has no time left; from "
+    "there on, more clients only wait longer."
+)
+
+
+_CALL_TIMES = (("forward_latency", "backward_latency"), ("store_latency", "get_latency"))
+
+
+def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
+    """Percentiles of each kind of call, as far as there are calls enough for them."""
+    parts = []
+    for item in shown:
+        for metrics in _CALL_TIMES:
+            own = _rows([item], *metrics)
+            if not own:
+                continue
+            named = [
+                (" · ".join(part for part in (_KINDS[row.metric], name) if part), number, row)
+                for number, ((_, row), name) in enumerate(zip(own, _names(own), strict=True))
+            ]
+            number = figures.open_set((name, colour) for name, colour, _ in named)
+            picture = percentiles_figure(("latency", own[0][1].unit, "lower"), named, PERCENTILES)
+            for series, trace in enumerate(picture["data"]):
+                trace["meta"] = {"series": series}
+            num_calls = min(len(row.samples) for _, _, row in named)
+            few = f"{counted(num_calls, 'call')} of a kind: too few for p95" if num_calls < 20 else ""
+            plot = figures.legend(number) + figures.place(picture, number=number)
+            parts.append(titled(" · ".join(part for part in (item.label, few) if part), plot))
+    return beside_one_another(*parts)
+
+
+_KINDS = {
+    "forward_latency": "forward",
+    "backward_latency": "backward",
+    "store_latency": "store",
+    "get_latency": "read",
+}
+CALLS_HOW = (
+    "How long a caller waited for one call, which may carry a whole batch; less is better. p50 is the "
+    "median, p95 what nineteen of twenty calls stayed below. A percentile is drawn where there are calls "
+    "enough for it: four for p75, ten for p90, twenty for p95."
+)
