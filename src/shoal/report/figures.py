@@ -259,7 +259,7 @@ class Chart:
         if is_log:
             title += ", logarithmic" + (", without zeros" if has_zeros else "")
             y |= _decades([value / scale.factor for value in values if value > 0])
-        elif self.unit in {"", "1", "%"} and len(self.axes) == 1 and values and min(values) >= 0:
+        elif len(self.axes) == 1 and values and min(values) >= 0:
             y["rangemode"] = "tozero"
         y["title"] = _title(title)
         traces: list[dict[str, Any]] = []

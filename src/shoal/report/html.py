@@ -24,7 +24,7 @@ from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
-from shoal.report.figures import NUM_COLOURS
+from shoal.report.figures import NUM_COLOURS, knows_percentile
 from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
@@ -69,6 +69,7 @@ from shoal.report.words import (
     BenchmarkWords,
     benchmark_words,
     figure_scale,
+    is_virtual,
     key_label,
     key_words,
     metric_words,
@@ -578,10 +579,18 @@ def _verdict_cells(row: RowDiff) -> str:
         error = escape(row.test.error or row.baseline.error or "")
         return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
     scale = figure_scale(row.baseline.metric, row.baseline.unit, row.changes[0].baseline)
-    cells = "".join(
-        f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
-        f"{escape(scale.format(change.test))}</span><br>{signed(change.percent)}</td>"
+    num_samples = min(len(row.baseline.samples), len(row.test.samples))
+    known = {
+        change.q: change
         for change in row.changes
+        if change.q == 50 or knows_percentile(num_samples, change.q)
+    }
+    cells = "".join(
+        f'<td class="number"><span class="pair">{scale.number(known[q].baseline)} → '
+        f"{escape(scale.format(known[q].test))}</span><br>{signed(known[q].percent)}</td>"
+        if q in known
+        else '<td class="number quiet-text">–</td>'
+        for q in PERCENTILES
     )
     interval = interval_text(row).replace("-", "−") if row.judgement.low_percent is not None else "not judged"
     change = f'<td class="number"><b>{signed(row.judgement.change_percent)}</b><br>'
@@ -612,8 +621,6 @@ CEILING = "none"
 
 Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
 """The number of the report, and the key."""
-_VIRTUAL = ("compare", "convergence")
-"""Benchmarks whose seconds are computed: a busy machine does not change them."""
 
 
 def glance_tables(shown: Sequence[Shown]) -> tuple[str, str]:
@@ -650,7 +657,7 @@ def _glance_table(
         return ""
     firsts = [next(iter(cells.values())) for cells in lines.values()]
     names = _differing(firsts)
-    best = best_cells(rows, [item.report.benchmark for item in shown])
+    best = best_cells(rows, [item.report for item in shown])
     found |= best
     scales = {}
     for metric in metrics:
@@ -684,10 +691,10 @@ def _differing(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
 
 
-def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> set[tuple[int, Identity]]:
+def best_cells(rows: Sequence[tuple[int, Row]], reports: Sequence[Report]) -> set[tuple[int, Identity]]:
     """Those that win their contest by more than chance, against those that differ in the contender alone.
 
-    `benchmarks` has the kind of each report. Timings need more starts than what a seed decides.
+    A row comes with the number of its report. Timings need more starts than what a seed decides.
     """
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:
@@ -700,7 +707,7 @@ def best_cells(rows: Sequence[tuple[int, Row]], benchmarks: Sequence[str]) -> se
     best = set()
     for rivals in contests.values():
         index, row = rivals["0"]
-        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and benchmarks[index] not in _VIRTUAL
+        is_timed = (row.unit == "s" or row.unit.endswith("/s")) and not is_virtual(reports[index])
         lead = lead_of(
             {name: start_medians(rival) for name, (_, rival) in rivals.items()},
             row.direction,

@@ -50,6 +50,8 @@ from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
 
 MAX_SAMPLES = 1200
 """Of one plot of samples; more are thinned evenly in time, which keeps drift within a start visible."""
+MIN_SAMPLES = 3
+"""So few are all in the overview: a closer look has nothing more to show."""
 SHOWN_SERIES = 12
 """More are there to be switched on."""
 CONTENDERS = ("contender", "strategy", "method")
@@ -327,7 +329,11 @@ def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> st
 
 def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
     """One row at a time: its percentiles in every report beside each other, and its samples by start."""
-    lines = [(index, line) for index, line in enumerate(group.rows) if has_samples(line)]
+    lines = [
+        (index, line)
+        for index, line in enumerate(group.rows)
+        if any(row is not None and len(row.samples) > MIN_SAMPLES for row in line)
+    ]
     if not lines or group.is_of_facts:
         return ""
     number = figures.open_set((item.label, item.number) for item in shown)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shoal.core.untrusted import visible_line
-from shoal.report.schema import Direction, Scalar, text
+from shoal.report.schema import Direction, Report, Scalar, text
 from shoal.report.units import Scale, scale_for
 
 
@@ -254,6 +254,16 @@ def benchmark_words(name: str, config: Mapping[str, Any] | None = None) -> Bench
     if name == "dht" and config.get("profile") is not None:
         return words._replace(about=_VIRTUAL_DHT)
     return words
+
+
+def is_virtual(report: Report) -> bool:
+    """Whether the seconds of a report are computed: a busy machine does not change them."""
+    config = report.config
+    if report.benchmark == "compare":
+        return not config.get("is_real")
+    if report.benchmark == "dht":
+        return config.get("profile") is not None
+    return report.benchmark == "convergence" or bool(config.get("is_virtual"))
 
 
 def sentence_case(words: str) -> str:
