@@ -24,7 +24,7 @@ from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
-from shoal.report.figures import NUM_COLOURS, knows_percentile
+from shoal.report.figures import knows_percentile
 from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
@@ -48,6 +48,7 @@ from shoal.report.plots import (
     is_wait,
     scaling_groups,
     scaling_plots,
+    swatch,
     wait_plots,
 )
 from shoal.report.published import beside_documents
@@ -154,13 +155,15 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
     )
     sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
     parts = [PagePart(None, sections)]
+    words = benchmark_words(diff.baseline.benchmark, diff.baseline.config)
     head = [
+        f'<p class="about">{escape(words.about)}</p>' if words.about else "",
         f'<p class="counts">{verdict_counts(diff)}</p>',
         reports_table(shown),
         contents(parts),
         notices(shown, diff.warnings),
     ]
-    title = f"{benchmark_words(diff.baseline.benchmark).title}: two reports compared"
+    title = f"{words.title}: two reports compared"
     return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
@@ -398,11 +401,6 @@ def signed(value: float | None) -> str:
 def pill(label: str, tone: str) -> str:
     """A small coloured word."""
     return f'<span class="pill {tone}">{escape(label)}</span>'
-
-
-def swatch(number: int, label: str) -> str:
-    """A report's colour and name."""
-    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
 
 
 def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:

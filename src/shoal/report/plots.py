@@ -184,6 +184,11 @@ def titled(title: str, plot: str) -> str:
     return (f"<h4>{escape(title)}</h4>" if title else "") + plot
 
 
+def swatch(number: int, label: str) -> str:
+    """A report's colour and name."""
+    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
+
+
 class Contest:
     """Who competes in which setting, told from the keys; one colour for each through a whole chapter.
 
@@ -337,9 +342,9 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
     if not lines or group.is_of_facts:
         return ""
     number = figures.open_set((item.label, item.number) for item in shown)
-    content = (
-        f'<div class="controls">{figures.picker(number, "Row", [group.label(at) for at, _ in lines])}</div>'
-    )
+    picker = figures.picker(number, "Row", [group.label(at) for at, _ in lines])
+    picker += "".join(swatch(item.number, item.label) for item in shown if item.label)
+    content = f'<div class="controls">{picker}</div>'
     named = [(item.label, item.number) for item in shown]
     if len(shown) > 1:
         bars = [
