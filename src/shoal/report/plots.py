@@ -654,7 +654,7 @@ STALENESS_HOW = (
 )
 WAITS_HOW = (
     "How long the worker of each row waited for the worker of each column, on average over the runs; more "
-    "colour is a longer wait. A dark column is a worker that others wait for."
+    "colour is a longer wait. A column of strong colour is a worker that others wait for."
 )
 
 # --- who waited for whom ---
