@@ -296,6 +296,15 @@ def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
 
 
 @pytest.mark.usefixtures("plotly")
+def test_a_comparison_leaves_out_percentiles_of_too_few_samples(tmp_path):
+    few, many = row(num_starts=1), row(num_starts=6)
+    for each, missing in ((few, 2), (many, 0)):  # 9 samples have no p90, 54 have all
+        path = write_diff(compare(report(each), report(each)), tmp_path / "d.html", ["a", "b"])
+        table = path.read_text(encoding="utf-8").partition('class="verdicts"')[2].partition("</table>")[0]
+        assert table.count("quiet-text") == missing
+
+
+@pytest.mark.usefixtures("plotly")
 def test_several_benchmarks_are_chapters_with_contents_and_headlines_first(tmp_path):
     reports = [samples.accuracy(), samples.training(), samples.latencies()]
     page = Page(write_reports(reports, tmp_path / "r.html", ["a", "b", "c"]))
@@ -387,7 +396,7 @@ def speed(value, spread=0.0, metric="speed", direction="higher", **key):
 
 
 def places(*rows):
-    best = best_cells([(0, row) for row in rows], [samples.training()])
+    best = best_cells([(0, row) for row in rows], [samples.report("training")])
     return ["best" if (0, row.identity) in best else None for row in rows]
 
 
@@ -469,4 +478,4 @@ def test_what_is_called_none_competes_unless_it_is_who_competes():
         )
 
     rows = [row("none", 300.0), row("fp16", 200.0)]
-    assert best_cells([(0, each) for each in rows], [samples.training()]) == {(0, rows[0].identity)}
+    assert best_cells([(0, each) for each in rows], [samples.report("training")]) == {(0, rows[0].identity)}

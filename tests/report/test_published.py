@@ -34,7 +34,9 @@ def test_another_setup_says_how_it_differs_and_compares_nothing():
     assert "device cuda there, cpu here" in content
 
 
-@pytest.mark.parametrize("config", [{}, SAME | {"expert_class": "nop"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"backward": True, "expert_class": "ffn"}, SAME | {"expert_class": "nop"}]
+)
 def test_what_no_document_measured_has_no_section(config):
     assert section(config=config).content == ""
     assert section("transport").content == ""
@@ -56,4 +58,5 @@ def test_of_a_table_of_models_only_those_that_ran_are_shown():
 
 
 def test_a_report_of_somebody_else_breaks_nothing():
-    assert section(config={"backward": True, "expert_class": "ffn", "batch_size": {"a": ["<b>"]}}).content
+    config = {"backward": True, "expert_class": "ffn", "batch_size": [{"a": "<b>"}], "device": None}
+    assert "&lt;b&gt;" in section(config=config).content

@@ -28,7 +28,7 @@ from shoal.report.statistics import (
 from shoal.report.storage import load
 from shoal.report.units import Scale, scale_for
 from shoal.report.views import Group, shared_key, short_label
-from shoal.report.words import benchmark_words, figure_scale, metric_words, sentence_case
+from shoal.report.words import benchmark_words, figure_scale, key_words, metric_words, sentence_case
 
 Figure = dict[str, Any]
 """`data` and `layout` as plotly has them. `layout.meta` says what kind it is and what a page has to fit."""
@@ -260,7 +260,7 @@ class Chart:
         if is_log:
             title += ", logarithmic" + (", without zeros" if has_zeros else "")
             y |= _decades([value / scale.factor for value in values if value > 0])
-        elif self.unit in {"", "1", "%"} and len(self.axes) == 1 and values and min(values) >= 0:
+        elif len(self.axes) == 1 and values and min(values) >= 0:
             y["rangemode"] = "tozero"
         y["title"] = _title(title)
         traces: list[dict[str, Any]] = []
@@ -351,7 +351,7 @@ def _error_bars(line: Line, factor: float, colour: str) -> dict[str, Any]:
 
 def axis_name(axis: str) -> str:
     """What an axis is called for people."""
-    return AXES.get(axis, (axis.replace("_", " "), ""))[0]
+    return AXES[axis][0] if axis in AXES else key_words(axis)
 
 
 def _axis_words(axis: str, unit: str, own: str) -> str:

@@ -24,7 +24,6 @@ from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
-from shoal.report.figures import NUM_COLOURS
 from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
@@ -48,6 +47,7 @@ from shoal.report.plots import (
     is_wait,
     scaling_groups,
     scaling_plots,
+    swatch,
     wait_plots,
 )
 from shoal.report.published import beside_documents
@@ -162,13 +162,15 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
     )
     sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
     parts = [PagePart(None, sections)]
+    words = benchmark_words(diff.baseline.benchmark, diff.baseline.config)
     head = [
+        f'<p class="about">{escape(words.about)}</p>' if words.about else "",
         f'<p class="counts">{verdict_counts(diff)}</p>',
         reports_table(shown),
         contents(parts),
         notices(shown, diff.warnings),
     ]
-    title = f"{benchmark_words(diff.baseline.benchmark).title}: two reports compared"
+    title = f"{words.title}: two reports compared"
     return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
@@ -408,11 +410,6 @@ def pill(label: str, tone: str) -> str:
     return f'<span class="pill {tone}">{escape(label)}</span>'
 
 
-def swatch(number: int, label: str) -> str:
-    """A report's colour and name."""
-    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
-
-
 def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
     """A table that scrolls by itself where it is wider than the page."""
     rows = "\n".join(body)
@@ -588,7 +585,7 @@ def _verdict_cells(row: RowDiff) -> str:
         return f'<td colspan="{len(PERCENTILES) + 1}" class="error">{error}</td>{starts}<td>{verdict}</td>'
     scale = figure_scale(row.baseline.metric, row.baseline.unit, row.changes[0].baseline or 0.0)
     cells = "".join(
-        '<td class="number">–</td>'
+        '<td class="number quiet-text">–</td>'
         if change.baseline is None or change.test is None
         else f'<td class="number"><span class="pair">{scale.number(change.baseline)} → '
         f"{escape(scale.format(change.test))}</span><br>{signed(change.percent)}</td>"
@@ -696,7 +693,8 @@ def _differing(rows: Sequence[Row]) -> list[str]:
 def best_cells(rows: Sequence[tuple[int, Row]], reports: Sequence[Report]) -> set[tuple[int, Identity]]:
     """Those that win their contest by more than chance, against those that differ in the contender alone.
 
-    Timings of a real machine need more starts than what a seed decides.
+    A row comes with the number of its report. Timings of a real machine need more starts than what a seed
+    decides.
     """
     contests: dict[object, dict[str, tuple[int, Row]]] = {}
     for index, row in rows:

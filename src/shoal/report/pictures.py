@@ -146,6 +146,7 @@ def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
         if bars:
             alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
             dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""
+            dead = "no peer was dead" if alive and min(alive) == 1 else dead
             title = " · ".join(part for part in (item.label, dead) if part)
             parts.append(
                 titled(sentence_case(title), figures.place(bars_figure(bars, "Share that succeeded")))

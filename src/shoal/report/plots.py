@@ -49,6 +49,8 @@ from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
 
 MAX_SAMPLES = 1200
 """Of one plot of samples; more are thinned evenly in time, which keeps drift within a start visible."""
+MIN_SAMPLES = 3
+"""So few are all in the overview: a closer look has nothing more to show."""
 SHOWN_SERIES = 12
 """More are there to be switched on."""
 CONTENDERS = ("contender", "strategy", "method")
@@ -179,6 +181,11 @@ def beside_one_another(*parts: str, kind: str = "") -> str:
 def titled(title: str, plot: str) -> str:
     """A plot under its title."""
     return (f"<h4>{escape(title)}</h4>" if title else "") + plot
+
+
+def swatch(number: int, label: str) -> str:
+    """A report's colour and name."""
+    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
 
 
 class Contest:
@@ -326,13 +333,17 @@ def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> st
 
 def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
     """One row at a time: its percentiles in every report beside each other, and its samples by start."""
-    lines = [(index, line) for index, line in enumerate(group.rows) if has_samples(line)]
+    lines = [
+        (index, line)
+        for index, line in enumerate(group.rows)
+        if any(row is not None and len(row.samples) > MIN_SAMPLES for row in line)
+    ]
     if not lines or group.is_of_facts:
         return ""
     number = figures.open_set((item.label, item.number) for item in shown)
-    content = (
-        f'<div class="controls">{figures.picker(number, "Row", [group.label(at) for at, _ in lines])}</div>'
-    )
+    picker = figures.picker(number, "Row", [group.label(at) for at, _ in lines])
+    picker += "".join(swatch(item.number, item.label) for item in shown if item.label)
+    content = f'<div class="controls">{picker}</div>'
     named = [(item.label, item.number) for item in shown]
     if len(shown) > 1:
         bars = [
@@ -642,7 +653,7 @@ STALENESS_HOW = (
 )
 WAITS_HOW = (
     "How long the worker of each row waited for the worker of each column, on average over the runs; more "
-    "colour is a longer wait. A dark column is a worker that others wait for."
+    "colour is a longer wait. A column of strong colour is a worker that others wait for."
 )
 
 # --- who waited for whom ---

@@ -135,7 +135,9 @@ def beside_documents(shown: Sequence[Shown]) -> Section:
     for item in shown:
         config = flatten(item.report.config)
         for document in DOCUMENTS:
-            is_of = document.benchmark == item.report.benchmark
+            is_of = document.benchmark == item.report.benchmark and not config.keys().isdisjoint(
+                document.settings
+            )
             if is_of and all(_is_equal(config, name, value) for name, value in document.kind.items()):
                 parts.append(_table(document, item, config))
     return Section("Beside the document", HOW, "".join(parts))
