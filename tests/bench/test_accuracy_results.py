@@ -68,11 +68,11 @@ def race():
 
 
 def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
-    few = "are not told apart, {} to {} (2 runs of each cannot tell, {} may)."
+    few = "are not told apart, {}–{} (2 runs of each cannot tell, {} may)."
     assert headline(race) == [
-        "iid: seconds to 90 %: pair and all-reduce " + few.format("1.50 s", "3.00 s", 5),
-        "iid: accuracy at the end: all-reduce and pair " + few.format("96.0 %", "92.0 %", 3),
-        "iid: bytes sent to 90 %: pair and all-reduce " + few.format("1.00 MB", "4.00 MB", 3),
+        "iid: seconds to 90 %: all-reduce and pair " + few.format("1.50 s", "3.00 s", 5),
+        "iid: accuracy at the end: all-reduce and pair " + few.format("92.0 %", "96.0 %", 3),
+        "iid: bytes sent to 90 %: all-reduce and pair " + few.format("1.00 MB", "4.00 MB", 3),
     ]
     rows = [
         *finals("all-reduce", [0.97, 0.95, 0.96, 0.96, 0.97], [2.0, 2.1, 2.2, 2.0, 2.1]),
@@ -80,7 +80,7 @@ def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
     ]
     first, last = headline(report(rows, num_starts=5))
     assert first == "iid: seconds to 90 %: pair, 1.08 s; then all-reduce, 2.08 s."
-    assert last.endswith("are not told apart, 96.2 % to 96.0 % (their 95 % intervals overlap).")
+    assert last.endswith("are not told apart, 96.0 %–96.2 % (their 95 % intervals overlap).")
 
 
 def test_who_reached_the_target_in_some_starts_only_is_not_the_first():

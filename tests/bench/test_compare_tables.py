@@ -166,12 +166,12 @@ def test_the_headline_names_the_first_ties_and_who_is_missing(race):
     sentences = headline(race)
     few = "(2 runs of each cannot tell, 3 may)"
     assert sentences[:3] == [
-        f"By seconds to 80 %: all-reduce and neighbor are not told apart, 2.00 s to 3.00 s {few}.",
+        f"By seconds to 80 %: all-reduce and neighbor are not told apart, 2.00 s–3.00 s {few}.",
         f"By bytes to 80 %: all-reduce and neighbor are not told apart, 1.00 kB {few}.",
         f"By steps to 80 %: all-reduce and neighbor are not told apart, 10 {few}.",
     ]
     assert sentences[3].startswith(
-        "At the end: all-reduce, neighbor and pair are not told apart, 90.0 % to 77.5 %"
+        "At the end: all-reduce, neighbor and pair are not told apart, 77.5 %–90.0 %"
     )
     assert sentences[4].startswith("pair did not reach 80 % with every seed: 1 of 2: still improving")
 

@@ -321,7 +321,7 @@ def test_from_one_start_nobody_is_said_to_do_more():
     told = report(RATES, num_starts=1).result["headline"]
     assert told[0].startswith("In 1 run, with a mean delay of 50.0 ms at every layer, 8 clients")
     assert told[-1] == (
-        "There, in samples a second: expert servers and model parallelism are not told apart, 380 to 8.00 "
+        "There, in samples a second: expert servers and model parallelism are not told apart, 8.00–380 "
         "(one run of each cannot tell, 5 may)."
     )
     assert report(RATES).result["headline"][-1] == (

@@ -78,9 +78,13 @@ def contest_line(what: str, lead: Lead, shown: Callable[[float], str], missing: 
     """
     means = {name: shown(mean) for name, mean in lead.means.items()}
 
+    def listed(names: Sequence[str]) -> str:
+        """In the order of the contest, so that names that are not told apart look like no ranking."""
+        return named([name for name in means if name in names])
+
     def span(names: Sequence[str]) -> str:
-        first, last = means[names[0]], means[names[-1]]
-        return first if first == last else f"{first} to {last}"
+        least, most = (means[end(names, key=lambda name: lead.means[name])] for end in (min, max))
+        return least if least == most else f"{least}–{most}"
 
     first = lead.names[0]
     if len(means) == 1:
@@ -91,10 +95,10 @@ def contest_line(what: str, lead: Lead, shown: Callable[[float], str], missing: 
         others = missing[0] if len(missing) == 1 else "the others"
         return f"{what}: {first}, {means[first]}, in {lead.num_samples} of {runs}; {others} in fewer{few}."
     if len(lead.names) == 1:
-        return f"{what}: {first}, {means[first]}; then {named(lead.behind)}, {span(lead.behind)}."
-    between = f"; behind some of them {named(lead.between)}" if lead.between else ""
-    behind = f"; behind them {named(lead.behind)}" if lead.behind else ""
-    tied = f"{named(lead.names)} are not told apart, {span(lead.names)} ({lead.why_not()})"
+        return f"{what}: {first}, {means[first]}; then {listed(lead.behind)}, {span(lead.behind)}."
+    between = f"; behind some of them {listed(lead.between)}" if lead.between else ""
+    behind = f"; behind them {listed(lead.behind)}" if lead.behind else ""
+    tied = f"{listed(lead.names)} are not told apart, {span(lead.names)} ({lead.why_not()})"
     return f"{what}: {tied}{between}{behind}."
 
 

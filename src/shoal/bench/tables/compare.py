@@ -175,7 +175,7 @@ def winners(config: CompareConfig, outcomes: Mapping[str, ContestOutcome]) -> li
 
 def leaders(config: CompareConfig, outcomes: Mapping[str, ContestOutcome], metric: str) -> Lead | None:
     """Who is ahead by one measure, as far as the seeds tell; None where nobody has it with every seed."""
-    whole = ranking(outcomes, metric)
+    whole = [name for name, outcome in outcomes.items() if outcome.is_whole(metric)]
     if not whole:
         return None
     facts = facts_of(config.task)
