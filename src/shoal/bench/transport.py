@@ -208,7 +208,8 @@ def summarize_transport(report: Report) -> dict[str, Any]:
             name = _NAMES[via if told.metric == "echo" else told.metric]
             suffix = "" if in_flight == _MAIN_IN_FLIGHT else f"_{in_flight}_in_flight"
             result[name + suffix] = round(value, 3)
-    result["headline"] = _headline(report)
+    if headline := _headline(report):
+        result["headline"] = headline
     result["conditions"] = [
         "One process asks and another answers, both on this machine; plain sockets take turns with us.",
         f"{counted(len(report.seeds), 'start')}.",

@@ -164,8 +164,9 @@ def emit(text: str, stream: TextIO) -> None:
 
 
 def result_line(result: dict[str, object]) -> str:
-    """The last line of every command: `RESULT: {json}`."""
-    return "RESULT: " + msgspec.json.encode(result).decode()
+    """The last line of every command: `RESULT: {json}`, without the sentences that are for pages alone."""
+    told = {name: value for name, value in result.items() if name != "conditions"}
+    return "RESULT: " + msgspec.json.encode(told).decode()
 
 
 def tell_result(result: dict[str, object], stream: TextIO) -> None:
