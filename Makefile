@@ -63,7 +63,7 @@ $(DOCUMENTED): pyproject.toml constraints.txt
 	touch $(DOCUMENTED)
 
 docs: $(DOCUMENTED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser: $(CURDIR)/site/index.html"
 
 # the tables of docs/which-strategy.md and the picture of the README: half an hour on two cores
