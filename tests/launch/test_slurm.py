@@ -119,6 +119,16 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
 
+def end(process):
+    """It is asked first: what it has started ends with it."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
@@ -156,8 +166,7 @@ def cluster(tmp_path_factory):
         ):
             log = stack.enter_context((folder / f"{command[0]}.out").open("w"))
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=folder)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+            stack.callback(end, process)
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists, (folder / "munged.out").read_text, 20)
         made = Cluster(folder, environ)
