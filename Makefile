@@ -54,13 +54,16 @@ test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
 	SHOAL_TEST_DEVICE=cuda $(BIN)/python -m pytest --timeout 180 -m "not slow" tests/contracts/test_group.py tests/contracts/test_strategy.py
 
-# the documentation as a site, in site/; a broken link or a public name without a page fails
-$(DOCUMENTED): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+# the documentation as a site, in site/; a broken link or a public name without a page fails. It is made of the
+# source alone: neither torch nor Shoal has to be installed
+$(DOCUMENTED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $(DOCUMENTED)
 
 docs: $(DOCUMENTED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser: $(CURDIR)/site/index.html"
 
 # the tables of docs/which-strategy.md and the picture of the README: half an hour on two cores

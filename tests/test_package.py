@@ -142,3 +142,9 @@ def test_pinned_versions_meet_the_declared_ranges():
     ):
         assert f'"{name}>=' in project
         assert re.search(rf"^{name}==", constraints, re.MULTILINE)
+
+
+def test_what_is_cited_is_this_version():
+    said = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {shoal.__version__}\n" in said
+    assert "\nlicense: Apache-2.0\n" in said

@@ -1,13 +1,10 @@
 import pytest
 import torch
 
+from shoal.core.errors import UsageError
 from shoal.data import text_set
 from shoal.data.errors import DataError
-from shoal.data.text_set import NUM_CHARACTERS, is_known, next_characters, pages
-
-
-def written(codes):
-    return "".join("\n" if code == 0 else chr(code + 31) for code in codes.tolist())
+from shoal.data.text_set import NUM_CHARACTERS, decode, encode, is_known, next_characters, pages
 
 
 def test_what_is_learned_is_the_next_character_of_the_documentation():
@@ -19,7 +16,7 @@ def test_what_is_learned_is_the_next_character_of_the_documentation():
     # windows of one page follow each other by one character
     assert torch.equal(x[1, :-1], x[0, 1:])
     assert x[1, -1] == y[0]
-    page = written(y[:2000])
+    page = decode(y[:2000])
     assert "Shoal" in page
     assert all(map(is_known, page))
 
@@ -40,3 +37,12 @@ def test_another_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_set, "FILE", other)
     with pytest.raises(DataError, match="not the text"):
         next_characters(4)
+
+
+def test_a_text_of_ones_own_has_the_same_numbers():
+    text = "Once upon a time,\n~ and more ~"
+    assert decode(encode(text)) == text
+    assert int(encode(text).max()) < NUM_CHARACTERS
+    assert len(encode("")) == 0
+    with pytest.raises(UsageError, match="character 'é', which has no number"):
+        encode("caf\u00e9")

@@ -1,4 +1,4 @@
-"""What docs/training.md and docs/strategies.md show and quote is so."""
+"""What docs/training.md, docs/elastic.md and docs/strategies.md show and quote is so."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,7 @@ from shoal.strategies import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
+ELASTIC_PAGE = (ROOT / "docs" / "elastic.md").read_text()
 STRATEGIES_PAGE = (ROOT / "docs" / "strategies.md").read_text()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
 
@@ -42,7 +43,7 @@ def test_the_code_runs(tmp_path, monkeypatch):
         "loss_fn": nn.CrossEntropyLoss(),
         "loader": DataLoader(TensorDataset(images, labels), batch_size=36),
     }
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", PAGE + ELASTIC_PAGE, re.DOTALL):
         exec(compile(block, "training.md", "exec"), names)
     assert (tmp_path / "checkpoints" / "step-00000050" / "model.safetensors").exists()
 
@@ -58,7 +59,9 @@ def test_flags_are_those_of_the_program():
     app = typer.Typer()
     app.command()(run)
     known = {name for option in typer.main.get_command(app).params for name in option.opts}
-    page = re.sub(r"^(?:torchrun|srun|MASTER_ADDR|make|python) .*$", "", PAGE, flags=re.MULTILINE)
+    page = re.sub(
+        r"^(?:torchrun|srun|MASTER_ADDR|make|python) .*$", "", PAGE + ELASTIC_PAGE, flags=re.MULTILINE
+    )
     lines = re.findall(r"^shoal run (.*?)(?: \S+\.py\b.*)?$", page, re.MULTILINE)
     assert len(lines) > 9
     used = [word for line in lines for word in line.split() if word.startswith("-")]

@@ -1,7 +1,8 @@
 """What workers log reaches the tracker that --track names, every step of it, and nothing of it ends a run."""
 
+import os
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +33,11 @@ class Recorder:
         self.is_closed = True
 
 
-def train(num_steps):
+def train(num_steps, kind=shoal.LocalSGD):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = shoal.init()
-    strategy = shoal.LocalSGD(group, local_steps=2)
+    strategy = kind(group)
     losses = []
     with strategy.attach(model, optimizer):
         for _ in range(num_steps):
@@ -46,6 +47,7 @@ def train(num_steps):
             optimizer.step()
             strategy.log(loss=loss, rate=0.1)
             losses.append(loss.item())
+        strategy.consensus_distance()
     group.close()
     return losses
 
@@ -79,32 +81,109 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         make_tracker("wandb", "run", 0)
 
 
+@pytest.mark.parametrize("is_on_board", [True, False])
+def test_what_the_session_counts_is_tracked_too(monkeypatch, tmp_path, is_on_board):
+    monkeypatch.setenv("SHOAL_TRACK", f"{__name__}:Recorder={tmp_path}")
+    monkeypatch.setenv("SHOAL_TOP", str(int(is_on_board)))
+    train(5, shoal.PairAverage)
+    logged = {}
+    for step, values in sys.modules[__name__].Recorder.made.logged:
+        assert step <= 5
+        logged.update(values)
+    counted = ("sent_bytes", "received_bytes", "lost_peers", "mean_staleness", "max_staleness")
+    assert [logged[f"shoal_{name}"] for name in counted] == [0] * len(counted)
+    assert logged["consensus_distance"] == 0
+
+
+PROGRAM = """
+import torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+group = shoal.init()
+strategy = shoal.from_args(group)
+with strategy.attach(model, optimizer):
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        optimizer.step()
+        strategy.log(loss=loss)
+        if step % 10 == 9:
+            strategy.consensus_distance()
+"""
+
+
+def run(folder, tracker, num_workers, **environ):
+    """Trains in processes of its own; the folder that the tracker has written."""
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    words = (
+        "run",
+        "-np",
+        num_workers,
+        "--strategy",
+        "pair",
+        "--track",
+        f"{tracker}={folder / 'log'}",
+        program,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *map(str, words)],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not tracked" not in done.stdout + done.stderr
+    return folder / "log"
+
+
+COUNTED = ("lost_peers", "mean_staleness", "max_staleness", "sent_bytes", "received_bytes")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_tensorboard_reads_all_steps_of_four_workers_as_one_run(tmp_path):
-    import subprocess
-
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    program = tmp_path / "train.py"
-    program.write_text(
-        "import torch, shoal\n"
-        "from torch import nn\n"
-        "model = nn.Linear(2, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "group = shoal.init()\n"
-        "strategy = shoal.from_args(group)\n"
-        "with strategy.attach(model, optimizer):\n"
-        "    for step in range(40):\n"
-        "        optimizer.zero_grad()\n"
-        "        loss = model(torch.ones(1, 2)).square().sum()\n"
-        "        loss.backward()\n"
-        "        optimizer.step()\n"
-        "        strategy.log(loss=loss)\n"
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'shoal[track]'"
     )
-    words = ("run", "-np", "4", "--strategy", "local-sgd", "--track", f"tensorboard={tmp_path / 'log'}")
-    subprocess.run([sys.executable, "-m", "shoal", *words, str(program)], check=True, timeout=200)
-    (run,) = Path(tmp_path / "log").iterdir()  # one run for all workers
-    found = accumulators.EventAccumulator(str(run))
+    (only,) = run(tmp_path, "tensorboard", 4).iterdir()  # one run for all workers
+    found = accumulators.EventAccumulator(str(only))
     found.Reload()
     for rank in range(4):
         assert [event.step for event in found.Scalars(f"loss/{rank}")] == list(range(1, 41))
+        assert [event.step for event in found.Scalars(f"consensus_distance/{rank}")] == [10, 20, 30, 40]
+        for name in COUNTED:
+            assert found.Scalars(f"shoal_{name}/{rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mlflow_has_all_steps_of_three_workers_in_one_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'shoal[track]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = mlflow.MlflowClient(run(tmp_path, "mlflow", 3).as_uri())
+    (experiment,) = (each for each in client.search_experiments() if each.name == "shoal")
+    (only,) = client.search_runs([experiment.experiment_id])
+    assert only.info.status == "FINISHED"
+    for rank in range(3):
+        history = client.get_metric_history(only.info.run_id, f"loss/{rank}")
+        assert sorted(metric.step for metric in history) == list(range(1, 41))
+        assert all(f"shoal_{name}/{rank}" in only.data.metrics for name in COUNTED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_wandb_keeps_all_steps_of_two_workers_as_one_group(tmp_path):
+    pytest.importorskip("wandb", reason="pip install 'shoal[track]'")
+    folder = run(tmp_path, "wandb", 2, WANDB_MODE="offline", WANDB_SILENT="true")
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    written = [path.read_bytes() for path in files]
+    assert all(any(f"loss/{rank}".encode() in each for each in written) for rank in range(2))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.core.errors import UsageError
 from shoal.data.errors import DataError
 
 FILE = Path(__file__).parent / "assets" / "docs-text.gz"
@@ -36,6 +37,24 @@ def next_characters(num_before: int, train: bool = True) -> tuple[torch.Tensor, 
     return windows[:, :-1].contiguous(), windows[:, -1].long()
 
 
+def encode(text: str) -> torch.Tensor:
+    """Gives the number of each character, uint8; UsageError for one that the set does not have."""
+    unknown = next((character for character in text if not is_known(character)), None)
+    if unknown is not None:
+        raise UsageError(
+            f"The text has the character {unknown!r}, which has no number.",
+            cause="the set has what ASCII can print, and the end of a line.",
+            next_step="write it with such characters, or leave it out.",
+        )
+    codes = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8) if text else torch.empty(0)
+    return torch.where(codes == ord("\n"), 0, codes - (ord(" ") - 1)).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor) -> str:
+    """Gives the text whose characters have these numbers."""
+    return "".join("\n" if code == 0 else chr(code + ord(" ") - 1) for code in codes.tolist())
+
+
 def pages(num_before: int) -> torch.Tensor:
     """The page that each example for training is from."""
     counts = torch.tensor([len(windows) for windows in _windows(num_before, train=True)])
@@ -45,8 +64,7 @@ def pages(num_before: int) -> torch.Tensor:
 def _windows(num_before: int, *, train: bool) -> list[torch.Tensor]:
     windows = []
     for page in _read().split(PAGE_END):
-        codes = torch.frombuffer(bytearray(page), dtype=torch.uint8)
-        codes = torch.where(codes == ord("\n"), 0, codes - (ord(" ") - 1))
+        codes = encode(page.decode())
         end = len(codes) - len(codes) // _NUM_PARTS
         windows.append((codes[:end] if train else codes[end:]).unfold(0, num_before + 1, 1))
     return windows

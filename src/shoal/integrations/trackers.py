@@ -7,11 +7,13 @@ step, and a tracker shows all workers as one run: the values of worker 3 have th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import UsageError, did_you_mean
 from shoal.core.run_options import load_named
 
@@ -21,6 +23,9 @@ KNOWN = {
     "mlflow": "MlflowTracker",
 }
 DEFAULT_FOLDER = "shoal-tracked"
+_MLFLOW_TAG = "shoal.run"
+_MLFLOW_BATCH = 1000
+"""Metrics in one request, at most: MLflow's own limit."""
 
 
 class Tracker(Protocol):
@@ -102,25 +107,62 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Writes each worker as a run of the experiment that has the run's name."""
+    """Writes all workers into one run of the experiment `shoal`, on the server of MLFLOW_TRACKING_URI.
+
+    Without a server, into the folder. Rank 0 makes the run, and the others find it by its name: what they log
+    before is kept. A worker that never finds it has a run of its own in the end.
+    """
 
     def __init__(self, run: str, rank: int, folder: Path) -> None:
-        mlflow = _library("mlflow", "mlflow")
-        mlflow.set_tracking_uri(folder.absolute().as_uri())
-        mlflow.set_experiment(run)
-        self._mlflow, self._rank = mlflow, rank
-        mlflow.start_run(run_name=f"worker {rank}")
+        self._mlflow = _library("mlflow", "mlflow")
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        if not server:
+            # so it is chosen for itself: MLflow would rather have a database there
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = self._mlflow.MlflowClient(server or folder.absolute().as_uri())
+        self._name, self._rank = run, rank
+        self._kept: list[Any] = []
+        self._run_id: str | None = self._found()
+        if self._run_id is None and rank == 0:
+            self._run_id = self._made(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Keeps the values of one step."""
-        self._mlflow.log_metrics({f"{name}/{self._rank}": value for name, value in values.items()}, step=step)
+        now_ms = int(SYSTEM_CLOCK.wall_s() * 1000)
+        metric = self._mlflow.entities.Metric
+        self._kept += [metric(f"{name}/{self._rank}", value, now_ms, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        """Does nothing: mlflow writes by itself."""
+        """Writes what is kept, once there is a run."""
+        self._run_id = self._run_id or self._found()
+        while self._run_id is not None and self._kept:
+            self._client.log_batch(self._run_id, metrics=self._kept[:_MLFLOW_BATCH])
+            del self._kept[:_MLFLOW_BATCH]
 
     def close(self) -> None:
-        """Ends this worker's run."""
-        self._mlflow.end_run()
+        """Writes the rest; rank 0 ends the run."""
+        self.flush()
+        if self._kept:
+            self._run_id = self._made(f"{self._name} worker {self._rank}")
+            self.flush()
+        if self._rank == 0 and self._run_id is not None:
+            self._client.set_terminated(self._run_id)
+
+    def _experiment(self) -> str | None:
+        found = self._client.get_experiment_by_name("shoal")
+        return None if found is None else str(found.experiment_id)
+
+    def _found(self) -> str | None:
+        experiment = self._experiment()
+        if experiment is None:
+            return None
+        name = f"tags.`{_MLFLOW_TAG}` = '{self._name}'"
+        runs = self._client.search_runs([experiment], name, max_results=1)
+        return str(runs[0].info.run_id) if runs else None
+
+    def _made(self, name: str) -> str:
+        experiment = self._experiment() or self._client.create_experiment("shoal")
+        return str(self._client.create_run(experiment, run_name=name, tags={_MLFLOW_TAG: name}).info.run_id)
 
 
 def _library(module: str, package: str) -> Any:
@@ -129,5 +171,5 @@ def _library(module: str, package: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"--track {package} needs the package {package}, which is not installed here.",
-            next_step=f"pip install {package}.",
+            next_step=f"pip install {package}, or pip install 'shoal[track]' for all of them.",
         ) from error

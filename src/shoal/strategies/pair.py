@@ -73,6 +73,11 @@ class PairAverage(Strategy):
         """How far behind the models were that were pulled, in rounds, and how many rounds had none."""
         return self.staleness.summary()
 
+    def tracked_values(self) -> Mapping[str, float]:
+        """Gives how old the models were that it mixed, in rounds, since the beginning."""
+        behind = {"mean_staleness": self.staleness.mean_behind, "max_staleness": self.staleness.max_behind}
+        return {**super().tracked_values(), **behind}
+
     def state_dict(self) -> dict[str, Any]:
         """Gives also the version, and the rank whose generator of peers it has."""
         return {**super().state_dict(), "rank": self.group.rank, "version": self._version}

@@ -388,7 +388,7 @@ class TrainingSession:
             # who is alone, and keeps no checkpoints, owes nobody an end
             atexit.register(self._close_at_exit, os.getpid(), getattr(sys, "last_value", None))
         strategy.checkpoints.restore_random()
-        strategy.status_reporter.opened(strategy.steps)
+        strategy.status_reporter.opened(strategy.steps, strategy.tracked_values)
         self._is_followed = strategy.checkpoints.folder is not None or strategy.status_reporter.is_open
 
     def restart(self) -> None:

@@ -3,7 +3,7 @@
 Notes are written about once a second. Between two of them a step costs a look at the clock, 0.3 µs; a note
 took 0.06 ms where it was measured. Only strategies of a group that `shoal.init()` has opened report anything,
 in the user's thread, so that a worker which hangs is seen by how old its note is. Whatever fails here is
-passed over. With `--track` what was logged in every step goes to a tracker too, when a note is written.
+passed over. With `--track` what was logged in every step goes to a tracker too, about once a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class StatusReporter:
         """A `shoal.integrations.trackers.Tracker`; None when the run is not tracked."""
         self._tracked: list[tuple[int, str, Any]] = []
         """What was logged since the last note: step, name and value."""
+        self._tracked_values: Callable[[], Mapping[str, float]] = dict
 
     def moved(self, group: Group) -> StatusReporter:
         """Gives the reporter of the same strategy in another group, which is to be opened."""
@@ -80,27 +81,32 @@ class StatusReporter:
         """Whether there is anybody to report to."""
         return self._tell_s is not None
 
-    def opened(self, step: int) -> None:
-        """Begins, when the strategy is attached."""
+    def opened(self, step: int, tracked_values: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Begins, when the strategy is attached; a tracker gets its `tracked_values` too."""
         if not self._group.run:
             return
         self._opened_s = self._tell_s = self._clock.now_s()
         tell_launcher(phase="training", step=step)
-        self._step = step
+        self._step, self._tracked_values = step, tracked_values
         self._open_tracker()
-        if not board.is_wanted():
+        if not board.is_wanted() and self._tracker is None:
             return
         with contextlib.suppress(Exception):
             self._note = self._first(step)
-            if self._note.place == 0:
-                with contextlib.suppress(Exception):
-                    board.look(self._clock)  # what killed workers have left there goes
             self._waited_s = list(self._group.stats.waited_s)
             self._noted_s = self._clock.now_s()
             self._due_s = self._noted_s + board.NOTE_S
-            self._pin = board.pin(".".join(map(str, (*self._note.who, os.getpid()))))
-            self._pin.write(self._note)
-            self._listen()
+            if board.is_wanted():
+                self._open_board(self._note)
+
+    def _open_board(self, note: board.Note) -> None:
+        """Pins the first note up, and hears of waits from then on."""
+        if note.place == 0:
+            with contextlib.suppress(Exception):
+                board.look(self._clock)  # what killed workers have left there goes
+        self._pin = board.pin(".".join(map(str, (*note.who, os.getpid()))))
+        self._pin.write(note)
+        self._listen()
 
     def stepped(self, step: int) -> None:
         """Reports after a step, if it is time."""
@@ -112,11 +118,13 @@ class StatusReporter:
             # often at first, so that the step of a worker that ends within a second is known too
             self._tell_s = now_s + min(board.NOTE_S, now_s - self._opened_s)
             tell_launcher(step=step)
-        if self._pin is not None and now_s >= self._due_s:
+        if self._note is not None and now_s >= self._due_s:
             self._due_s = now_s + board.NOTE_S
             # a full disk, a device that fails, a value that is no number: nothing of it may end the training
             with contextlib.suppress(Exception):
-                self._write(self._pin, step, now_s)
+                self._note = self._next(self._note, step, now_s)
+                if self._pin is not None:
+                    self._pin.write(self._note)
             if self._tracker is not None:
                 with contextlib.suppress(Exception):
                     self._track()
@@ -129,7 +137,8 @@ class StatusReporter:
         with contextlib.suppress(Exception):
             if now_s >= self._due_s:
                 self._due_s = now_s + board.NOTE_S
-                self._write(self._pin, self._step, now_s, phase, waits_for)
+                self._note = self._next(self._note, self._step, now_s, phase, waits_for)
+                self._pin.write(self._note)
             elif is_rare:  # too soon for new rates
                 self._note = msgspec.structs.replace(self._note, phase=phase, noted_s=self._clock.wall_s())
                 self._pin.write(self._note)
@@ -209,17 +218,18 @@ class StatusReporter:
             steps.setdefault(step, {})[name] = next(read) if isinstance(value, torch.Tensor) else value
         for step, values in steps.items():
             self._tracker.log(step, values)
-        note = self._note
-        if note is not None and tracked:
-            counted = {
-                "steps_per_s": note.steps_per_s,
-                "examples_per_s": note.examples_per_s,
-                "sent_bytes": note.sent_bytes,
-                "received_bytes": note.received_bytes,
-                "wait_share": note.wait_share,
-            }
-            known = {f"shoal_{name}": float(value) for name, value in counted.items() if value is not None}
-            self._tracker.log(tracked[-1][0], known)
+        note, stats = self._note, self._group.stats
+        counted: dict[str, float | None] = {
+            "steps_per_s": None if note is None else note.steps_per_s,
+            "examples_per_s": None if note is None else note.examples_per_s,
+            "wait_share": None if note is None else note.wait_share,
+            "sent_bytes": stats.sent_bytes,
+            "received_bytes": stats.received_bytes,
+            "lost_peers": len(self._group.lost),
+            **self._tracked_values(),
+        }
+        known = {f"shoal_{name}": float(value) for name, value in counted.items() if value is not None}
+        self._tracker.log(self._step, known)
         self._tracker.flush()
 
     def _first(self, step: int) -> board.Note:
@@ -256,16 +266,16 @@ class StatusReporter:
             **self._counted(step, group.stats),
         )
 
-    def _write(
+    def _next(
         self,
-        pin: board.Pin,
+        before: board.Note,
         step: int,
         now_s: float,
         phase: board.Phase | None = None,
         waits_for: int | None = None,
-    ) -> None:
-        before, stats, passed_s = self._note, self._group.stats, now_s - self._noted_s
-        assert before is not None
+    ) -> board.Note:
+        """The note after this one."""
+        stats, passed_s = self._group.stats, now_s - self._noted_s
         gained = [now_s - then_s for now_s, then_s in zip(stats.waited_s, self._waited_s, strict=False)]
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
         waited_s = {rank: each_s for rank, each_s in enumerate(stats.waited_s) if each_s >= _SHORTEST_WAIT_S}
@@ -275,7 +285,7 @@ class StatusReporter:
         if phase is None and most is not None and gained[most] >= _SHORTEST_WAIT_S:
             waits_for = most
         num_new = None if num_examples is None else max(0, num_examples - (before.num_examples or 0))
-        self._note = msgspec.structs.replace(
+        note = msgspec.structs.replace(
             before,
             **counted,
             steps_per_s=(step - before.step) / passed_s,
@@ -289,7 +299,7 @@ class StatusReporter:
             phase=phase or "",
         )
         self._noted_s, self._waited_s = now_s, list(stats.waited_s)
-        pin.write(self._note)
+        return note
 
     def _counted(self, step: int, stats: GroupStats) -> dict[str, Any]:
         """What a note says of now; a server takes no examples."""

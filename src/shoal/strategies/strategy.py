@@ -290,10 +290,19 @@ class Strategy:
             self.settle_round(session)
 
     def consensus_distance(self) -> float:
-        """Measures the root mean square of members' distances from their mean. Collective; settles first."""
+        """Measures the root mean square of members' distances from their mean. Collective; settles first.
+
+        It is logged, too.
+        """
         self.settle()
         group, distance = self.group, consensus_distance(self.group, self.session.trainable)
-        return group.norm(distance) if isinstance(group, ShardReplicas) else distance
+        distance = group.norm(distance) if isinstance(group, ShardReplicas) else distance
+        self.log(consensus_distance=distance)
+        return distance
+
+    def tracked_values(self) -> Mapping[str, float]:
+        """Gives what `--track` shows, about once a second, beside what is logged; waits for no device."""
+        return self.monitors
 
     def log(self, **values: Any) -> None:
         """Notes numbers that `shoal top` should show of this worker: `strategy.log(loss=loss)`.

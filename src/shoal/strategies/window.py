@@ -75,6 +75,11 @@ class OneSidedStrategy(Strategy):
         """How far behind the models were that were mixed, in rounds, and how many rounds had none."""
         return self.staleness.summary()
 
+    def tracked_values(self) -> Mapping[str, float]:
+        """Gives how old the models were that it mixed, in rounds, since the beginning."""
+        behind = {"mean_staleness": self.staleness.mean_behind, "max_staleness": self.staleness.max_behind}
+        return {**super().tracked_values(), **behind}
+
     def start(self, session: TrainingSession) -> None:
         """Opens a window for each dtype."""
         topology, rank, turns = self.topology, self.group.rank, range(self.topology.period)
