@@ -291,6 +291,7 @@ class BlockingSwarmRun:
         lost: dict[str, int] = {}
         for reason, num in ledger.lost:
             lost[reason] = lost.get(reason, 0) + num
+        problems = [run.problem] if run.problem else []
         blamed = [f"{peer} sent wrong bytes: {why}" for peer, why in list(run.blamed.items())[-MAX_NOTES:]]
         return MemberFacts(
             peer_id=str(self._swarm.dht.peer_id),
@@ -310,7 +311,7 @@ class BlockingSwarmRun:
             num_bytes=run.num_sent_bytes,
             samples_per_s=self.samples_per_s,
             loss=self.loss,
-            notes=tuple([*blamed, *self.notes][-MAX_NOTES:]),
+            notes=tuple([*blamed, *problems, *self.notes][-MAX_NOTES:]),
             model=self._model if with_model else None,
         )
 

@@ -217,6 +217,8 @@ class JoinRunRequest(msgspec.Struct, frozen=True):
     fork: bytes = b""
     round: int = -1
     """The round that it could take part in; -1 while it has no state."""
+    state: str = ""
+    """The name of the state that it is taking: as long as it says so, that is kept."""
 
 
 class JoinReply(msgspec.Struct, frozen=True):

@@ -179,7 +179,7 @@ class StateTaker:
         self.blamed: dict[Peer, str] = {}
         """Donors that sent what is not the state, with the reason; they are not asked again."""
         self.left: dict[Peer, str] = {}
-        """Donors that the latest `take` has left for another reason: they are gone, late, or hold it no more."""
+        """Donors that the latest `take` has left because they are gone or late, or hold it no more."""
         self.received_bytes: dict[Peer, int] = {}
         """How much of the state came from each donor."""
         self._transport = transport
