@@ -631,6 +631,8 @@ def summarize_swarm(report: Report) -> dict[str, Any]:
         scenario = told.key.get("scenario")
         prefix = "hivemind_" if told.key.get("via") == "hivemind" else ""
         for name, value in _figures(told.metric, str(scenario), told.samples).items():
+            if name == "rss_growth":  # of kills and of stops: the worse one
+                value = max(value, result.get(prefix + name, value))
             result[prefix + name] = value
     for prefix in ("", "hivemind_"):
         equal, hung = f"{prefix}same_bits", f"{prefix}hung"
