@@ -4,12 +4,14 @@ import asyncio
 import itertools
 import logging
 
+import msgspec
 import pytest
 import torch
 
 from shoal.core import Deadline
 from shoal.swarm import CommittedSGD
-from shoal.tensors.transfer import LEAF_BYTES
+from shoal.swarm.wire import JOIN, JoinRunRequest
+from shoal.tensors.transfer import LEAF_BYTES, HeldState
 from shoal.transport import Conditions, Profile, Reply
 from swarm.swarms import World, gradient, virtual
 from swarm.test_rounds import contribute
@@ -162,8 +164,8 @@ def test_a_joiner_never_starts_over_however_many_rounds_its_transfer_takes():
             world.optimizer = HeavyState(num_kept)
 
             def is_member(joiner):
-                if joiner._taker is not None:  # no door tells which state it takes, and how much came
-                    names[joiner._taker[0]] = sum(joiner._taker[1].received_bytes.values())
+                if joiner.taker.taking:
+                    names[joiner.taker.taking] = joiner.taker.num_bytes
                 return joiner.is_member
 
             joiner, num_rounds = await join_over_a_slow_line(world, 0.5, is_member)
@@ -211,6 +213,34 @@ def test_who_joins_while_another_one_takes_long_gets_a_newer_state():
             await world.wait(lambda: slow.is_member, 1000)
             assert slow.history[0][1] < 10
             world.check()
+
+    virtual(main())
+
+
+def test_members_that_are_listed_for_long_say_what_the_state_is_and_not_newcomers_that_are_more():
+    async def main():
+        async with World() as world:
+            await world.start_all(2)
+            for key in range(12):
+                await contribute(world, key)
+            fake = HeldState({**world.runs[0].state.snapshot(), "num_samples": 10**9})
+            for number in (2, 3, 4):
+                liar = await world.start(number, may_found=False)
+                await world.wait(lambda liar=liar: liar.is_member)
+                # a member whose program was changed: it holds a state of its own making, and names that
+                liar._donor.hold(fake)
+                transport, honest = liar._transport, liar._serve_join
+
+                async def lie(head, buffers, honest=honest):
+                    reply = await honest(head.payload, buffers)
+                    return Reply(msgspec.structs.replace(reply, pinned_state=fake.name))
+
+                transport.routes.remove(JOIN)
+                transport.handle(JOIN, lie, payload_type=JoinRunRequest)
+            joiner = await world.start(5, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.num_samples == world.runs[0].state.num_samples
+            assert joiner.state.fingerprint() == world.runs[0].state.fingerprint()
 
     virtual(main())
 

@@ -39,6 +39,7 @@ from shoal.core import (
     fanout,
 )
 from shoal.swarm.forks import ForkKeeper
+from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.membership import MemberContext, SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
@@ -71,7 +72,7 @@ from shoal.swarm.wire import (
     TakeRequest,
 )
 from shoal.tensors import Codec, Plain
-from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
+from shoal.tensors.transfer import HeldState, StateDonor
 from shoal.transport import Head, Reply, Transport
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Into
@@ -89,18 +90,14 @@ MAX_KEPT_BYTES = 2 << 30
 MAX_COMMITS = 64
 """Commits that are told at once."""
 MAX_HISTORY = 4096
-MAX_DONORS = 8
-MAX_ASKED = 32
 MEET_S = 10.0
 """How often a coordinator looks for other forks of its run."""
 _ROUND_S = 1.0
 _ASK_S = 2.0
 _HOLD_S = 30.0
-_TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
-_JOIN_BEAT_S = 1.0
 _SLOW_S = 10.0
 """A joiner that falls behind for so long says so."""
 _ALONE_S = 10.0
@@ -181,8 +178,6 @@ class SwarmRun:
         """Rounds that had a plan and came to nothing, as far as this member was there."""
         self.num_sent_bytes = 0
         """Bytes of parts and averages that went to other members."""
-        self.blamed: dict[Peer, str] = {}
-        """Donors that sent wrong bytes while this member joined."""
         self.problem = ""
         """What keeps this peer from becoming a member, if anything does."""
         self.has_left = False
@@ -201,9 +196,10 @@ class SwarmRun:
         self._donor = StateDonor(transport)
         self._pins: list[_Pin] = []
         """States for those who join, the oldest first."""
-        self._taker: tuple[str, StateTaker] | None = None
-        self._helpers: list[Peer] = []
-        """Those who keep something for this member while it joins."""
+        self._listed_since: dict[SwarmMember, int] = {}
+        """For the members of the list: the round before which this member first saw them there."""
+        self.taker = RunStateTaker(transport, run)
+        """Takes the run's state; empty-handed while this member has one."""
         self._newest = -1
         """The latest round that they have told of."""
         self._changed = Broadcast()
@@ -240,6 +236,11 @@ class SwarmRun:
     def ledger(self) -> SampleLedger:
         """What became of this member's samples."""
         return self.context.ledger
+
+    @property
+    def blamed(self) -> dict[Peer, str]:
+        """Donors that sent wrong bytes while this member joined."""
+        return self.taker.blamed
 
     @property
     def is_member(self) -> bool:
@@ -379,6 +380,8 @@ class SwarmRun:
         listed = commit.members
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
         context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
+        since = self._listed_since
+        self._listed_since = {member: since.get(member, commit.round + 1) for member in listed}
         if commit.kind == END:
             context.end = None
             self._contacts = [member.peer for member in commit.winner_members]
@@ -520,32 +523,31 @@ class SwarmRun:
         self.members, self._tenure = (me,), 1
 
     async def _look_around(self) -> JoinReply | None:
-        """Asks three peers where the run is, and believes the one that is furthest; None where nobody
-        answers.
-        """
+        """Asks where the run is; None where nobody answers."""
         peers = list(self._contacts)
         if self._find is not None:
             peers += await self._find()
-        peers = [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
-        request = JoinRunRequest(self.run, state=self._taking)
-        calls = [self._call_peer(peer, JOIN, request, _ASK_S) for peer in peers]
-        answers = await fanout(
-            calls, Deadline.after(2 * _ASK_S), is_enough=lambda done: len(_replies(done)) >= 3
+        return await self.taker.look_around(
+            [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
         )
-        replies = [reply for reply in _replies(answers) if reply.run == self.run]
-        return max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
 
     async def _come_closer(self, found: JoinReply) -> None:
         """Takes the run's state where it must, applies the commits since, and asks to be listed."""
         state = self.state
         asked = [member for member in found.members if member.is_reachable]
-        self._helpers = [member.peer for member in asked[:3]]
         is_ours = state.fork == found.fork
         commits = await self._commits_since(asked) if is_ours else []
         if not commits and not (is_ours and found.round - state.round <= NUM_KEPT):
-            if not await self._take_state(found, [member.peer for member in asked]):
+            taken = await self.taker.take(found)
+            if taken is None:
                 await self._tell(JoinRunRequest(self.run, self.context.me, found.fork, -1))
                 return
+            self.state.restore(taken)
+            known = [member for member in found.members if member.peer in self.taker.trusted]
+            self._listed_since = dict.fromkeys(known, state.round - NUM_COMMITS_TRUSTED)
+            self._newest = -1
+            self._forget_all()
+            self._pin()
             commits = await self._commits_since(asked)
         while commits:
             for commit in commits:
@@ -568,51 +570,10 @@ class SwarmRun:
         self._apply(commit, held, -1)
         return True
 
-    @property
-    def _taking(self) -> str:
-        """The name of the state that this member is about to take; empty for none."""
-        return self._taker[0] if self._taker else ""
-
-    async def _take_state(self, found: JoinReply, peers: Sequence[Peer]) -> bool:
-        """Takes a pinned state from up to eight that hold it, leaf by leaf, and holds it for others; False
-        where nobody has one.
-        """
-        request = JoinRunRequest(self.run, state=self._taking)
-        calls = [self._call_peer(peer, JOIN, request, _ASK_S) for peer in peers[:MAX_ASKED]]
-        answers = await fanout(calls, Deadline.after(2 * _ASK_S))
-        names = [
-            reply.pinned_state
-            for reply in _replies(answers)
-            if reply.fork == found.fork and reply.pinned_state
-        ]
-        if not names:
-            self._taker = None
-            return False
-        # what most of them hold: one that lies about the state's name is in the minority
-        name = self._taking if self._taking in names else max(dict.fromkeys(names), key=names.count)
-        pairs = zip(peers, answers, strict=False)
-        donors = [peer for peer, answer in pairs if _pinned_state(answer) == name][:MAX_DONORS]
-        taker = self._taker
-        if taker is None or taker[0] != name:  # what has come stays, whoever gave it
-            if taker is not None:
-                self.problem = "Nobody keeps the state any more that this peer was taking: it takes another."
-                log.warning("%s", self.problem)
-            taker = self._taker = (name, StateTaker(self._transport, name))
-        self._helpers = list(dict.fromkeys([*self._helpers, *donors]))
-        try:
-            taken = await taker[1].take(donors, Deadline.after(_TRANSFER_S))
-        finally:
-            self.blamed.update(taker[1].blamed)
-        self._taker, self._newest = None, -1
-        self.state.restore(taken)
-        self._forget_all()
-        self._pin()
-        return True
-
     async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
         """Fetches the commits that this member has not applied, from the first that has them."""
         request = CommitsRequest(self.state.fork, self.state.round)
-        asked = [*self._helpers, *(member.peer for member in members[:MAX_ASKED])]
+        asked = [*self.taker.helpers, *(member.peer for member in members[:MAX_ASKED])]
         for peer in dict.fromkeys(asked):
             with contextlib.suppress(ShoalError):
                 found: list[Commit] = await self._call_peer(peer, COMMITS, request, _ASK_S)
@@ -621,8 +582,7 @@ class SwarmRun:
 
     async def _tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> None:
         """Tells the first members in the order, the coordinator among them, and the donors."""
-        calls = [self._call_peer(peer, JOIN, request, wait_s) for peer in self._helpers]
-        for reply in _replies(await fanout(calls, Deadline.after(wait_s))):
+        for reply in await self.taker.tell(request, wait_s):
             if reply.fork == self.state.fork:
                 self._newest = max(self._newest, reply.round)
 
@@ -633,8 +593,8 @@ class SwarmRun:
         loop, state, me = asyncio.get_running_loop(), self.state, self.context.me
         since: tuple[float, int, int] | None = None
         while True:
-            await asyncio.sleep(_JOIN_BEAT_S)
-            taking = self._taking
+            await asyncio.sleep(JOIN_BEAT_S)
+            taking = self.taker.taking
             if taking or state.fork != found.fork:
                 since, number = None, -1
             else:
@@ -788,9 +748,17 @@ class SwarmRun:
             self._wake()
         if pin is not None and request.round < 0:
             pin.asked_s = asyncio.get_running_loop().time()
-        number, name = (pin.round, pin.name) if pin else (-1, "")
+        trusted_round = self.state.round - NUM_COMMITS_TRUSTED
+        since = [self._listed_since.get(member, self.state.round) for member in self.members]
         return JoinReply(
-            self.run, self.state.fork, self.state.round, self.members, self.state.num_samples, number, name
+            self.run,
+            self.state.fork,
+            self.state.round,
+            self.members,
+            self.state.num_samples,
+            pin.round if pin else -1,
+            pin.name if pin else "",
+            trusted=tuple(place for place, number in enumerate(since) if number <= trusted_round),
         )
 
     async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
@@ -821,14 +789,6 @@ def _read(payload: Any, kind: Any) -> Any:
 
 def _num_bytes(buffers: Sequence[Any]) -> int:
     return sum(memoryview(buffer).nbytes for buffer in buffers)
-
-
-def _pinned_state(answer: Any) -> str:
-    return answer.pinned_state if isinstance(answer, JoinReply) else ""
-
-
-def _replies(answers: Sequence[Any]) -> list[JoinReply]:
-    return [answer for answer in answers if isinstance(answer, JoinReply)]
 
 
 def _id_of(address: Address) -> Any:

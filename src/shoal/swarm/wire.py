@@ -233,6 +233,8 @@ class JoinReply(msgspec.Struct, frozen=True):
     """The round before which the pinned state was made; -1 while there is none."""
     pinned_state: str = ""
     """The name by which `StateTaker` takes it."""
+    trusted: tuple[int, ...] = ()
+    """The places of members that were listed by at least ten commits."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
