@@ -56,6 +56,7 @@ from shoal.swarm.wire import (
     PART,
     STEP,
     TAKE,
+    TRAINER,
     Broadcast,
     Commit,
     CommitsRequest,
@@ -163,11 +164,13 @@ class SwarmRun:
         contacts: Sequence[Peer] = (),
         find: Callable[[], Awaitable[Sequence[Peer]]] | None = None,
         may_found: bool = True,
+        kind: str = TRAINER,
         choice: random.Random | None = None,
     ) -> None:
         self.run = run
         self.choice = choice or random.SystemRandom()
         self.state = CommittedState(parameters, optimizer or CommittedSGD(), b"")
+        self.state.has_values = kind == TRAINER
         self.settings = settings or SwarmSettings()
         self.members: tuple[SwarmMember, ...] = ()
         self.round: SwarmRound | None = None
@@ -183,6 +186,7 @@ class SwarmRun:
         self.has_left = False
         self._transport = transport
         self._address = address
+        self._kind = kind
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
         self._contacts = list(contacts)
         self._find = find
@@ -321,7 +325,7 @@ class SwarmRun:
         async with Scope(f"round {round_.number}") as scope:
             try:
                 while (commit := await round_.play(scope)) is None:
-                    if await self._forks.propose(round_):
+                    if await self._forks.propose(round_) or not self.context.me.votes:
                         break
                 if commit is not None and not await self._hold(commit, round_.held, round_.members):
                     commit = None
@@ -336,6 +340,8 @@ class SwarmRun:
         self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], members: Sequence[SwarmMember]
     ) -> bool:
         """Has all parts of a commit; False where nobody gives them any more."""
+        if not self.state.has_values:
+            return True
         asked = list(dict.fromkeys([*members, *commit.members]))
         fetching = fetch_parts(self._call, self.context.me, asked, commit, held)
         outcome = await fanout([fetching], Deadline.after(_HOLD_S * self.settings.patience))
@@ -362,7 +368,8 @@ class SwarmRun:
         self.members = ()
 
     def _apply(self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], place: int) -> None:
-        average = assemble(commit.plan, commit.parts, held) if commit.kind == STEP and commit.plan else None
+        is_step = commit.kind == STEP and self.state.has_values
+        average = assemble(commit.plan, commit.parts, held) if is_step and commit.plan else None
         self.state.apply(commit, average)
         self.ledger.settle(commit, place)
         self.history.append((commit.fork, commit.round, self.state.name))
@@ -370,7 +377,7 @@ class SwarmRun:
         self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
-        if commit.should_pin:
+        if commit.should_pin and self.state.has_values:
             self._pin()
         self._forget()
         context = self.context
@@ -468,7 +475,8 @@ class SwarmRun:
 
     def _new_member(self) -> SwarmMember:
         number = self.choice.getrandbits(62)
-        return SwarmMember(self._id_bytes, number, self._address.host, self._address.port)
+        host, port = self._address.host, self._address.port
+        return SwarmMember(self._id_bytes, number, host, port, kind=self._kind)
 
     # --- joining ---
 
@@ -537,7 +545,12 @@ class SwarmRun:
         asked = [member for member in found.members if member.is_reachable]
         is_ours = state.fork == found.fork
         commits = await self._commits_since(asked) if is_ours else []
-        if not commits and not (is_ours and found.round - state.round <= NUM_KEPT):
+        is_near = is_ours and found.round - state.round <= NUM_KEPT
+        if not commits and not is_near and not state.has_values:
+            self._forget_all()
+            state.follow(found.fork, found.round, found.name)
+            state.num_samples, state.num_steps = found.samples, found.steps
+        elif not commits and not is_near:
             taken = await self.taker.take(found)
             if taken is None:
                 await self._tell(JoinRunRequest(self.run, self.context.me, found.fork, -1))
@@ -758,6 +771,8 @@ class SwarmRun:
             self.state.num_samples,
             pin.round if pin else -1,
             pin.name if pin else "",
+            name=self.state.name,
+            steps=self.state.num_steps,
             trusted=tuple(place for place, number in enumerate(since) if number <= trusted_round),
         )
 
