@@ -90,6 +90,10 @@ class MemberContext:
     changed: Broadcast = field(default_factory=Broadcast)
     """Fires when one of these has changed."""
     backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(15.0, 600.0))
+    beats: AdaptiveDeadline = field(
+        default_factory=lambda: AdaptiveDeadline(initial_s=1.0, floor_s=1.0, k=4.0)
+    )
+    """How long a coordinator's answers take: who has been silent for longer is taken over from."""
     arrivals: AdaptiveDeadline = field(
         default_factory=lambda: AdaptiveDeadline(initial_s=5.0, floor_s=0.5, k=4.0)
     )

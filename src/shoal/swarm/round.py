@@ -54,7 +54,8 @@ from shoal.transport.messages import Into
 BEAT_S = 0.3
 """The owner of a ballot answers at least so often."""
 SILENCE_S = 1.0
-"""After so long without an answer the next ballot's owner is asked; doubled with every ballot of a round."""
+"""After so long without an answer, or median + 4 MAD of what answers take where that is longer, the next
+ballot's owner is asked; doubled with every ballot of a round."""
 LONGEST_SILENCE_S = 8.0
 ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
@@ -170,8 +171,9 @@ class SwarmRound:
         self._changed.fire()
 
     def _silence_s(self, ballot: int) -> float:
-        base_s: float = SILENCE_S * self._context.settings.patience
-        return base_s * float(min(2**ballot, LONGEST_SILENCE_S))
+        context = self._context
+        base_s: float = min(max(SILENCE_S, context.beats.timeout_s()), LONGEST_SILENCE_S)
+        return context.settings.patience * min(base_s * float(2**ballot), LONGEST_SILENCE_S)
 
     # --- following ---
 
@@ -189,6 +191,7 @@ class SwarmRound:
                     self._suspects.setdefault(owner)
                 self.ballot = ballot + 1 if wanted is None else wanted
                 return
+            asked_s = self._now()
             outcomes = await fanout(
                 [
                     self._call(owner, FOLLOW, self._request(ballot, seen), (), left_s),
@@ -202,6 +205,7 @@ class SwarmRound:
             if isinstance(answer, Reply):
                 status: RoundStatus = answer.payload
                 if not status.problem:
+                    self._context.beats.observe(self._now() - asked_s)
                     heard_s, seen = self._now(), status.version
                     self._suspects.pop(owner, None)
                     self._take_in(ballot, status)
