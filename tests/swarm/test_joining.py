@@ -196,6 +196,27 @@ def test_a_joiner_whose_line_is_too_slow_for_the_rounds_says_so(caplog):
         virtual(main())
 
 
+def test_rounds_go_on_while_all_lines_are_full_of_a_joiners_state():
+    """Answers come so late that ballots go on, and promises arrive while a value is being fetched."""
+    line = SLOW_LINE.replace("up_mbit_s = 1000", "up_mbit_s = 8").format(down=1000)
+
+    async def main():
+        conditions = Conditions(Profile.parse(line), seed=1)
+        async with World(conditions, num_elements=2 * LEAF_BYTES, target_samples=15) as world:
+            world.optimizer = HeavyState(6 * LEAF_BYTES)
+            await world.start_all(3, 600)
+            for key in range(3):
+                if key == 1:
+                    joiner = await world.start(9, may_found=False)
+                    await world.wait(lambda: joiner.taker.num_bytes)
+                for number in range(3):
+                    world.runs[number].add(gradient(key, world.num_elements), 5)
+                await world.wait(lambda key=key: world.runs[0].state.num_steps > key, 600)
+            world.check()
+
+    virtual(main())
+
+
 def test_who_joins_while_another_one_takes_long_gets_a_newer_state():
     async def main():
         conditions = Conditions(Profile.parse(SLOW_LINE.format(down=2)), seed=1)

@@ -422,6 +422,8 @@ class SwarmRound:
             await self.hold(value)
             if self.acceptor.promised > ballot or self.acceptor.is_closed:
                 return
+            if tally.bound_value() not in (None, value):
+                return  # who has promised since has accepted another one: this ballot is led again, with that
             tally.propose(value)
         if self.acceptor.accept(ballot, value):
             tally.add_vote(self.me, value.digest)
