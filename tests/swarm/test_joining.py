@@ -208,7 +208,7 @@ def test_rounds_go_on_while_all_lines_are_full_of_a_joiners_state():
             for key in range(3):
                 if key == 1:
                     joiner = await world.start(9, may_found=False)
-                    await world.wait(lambda: joiner.taker.num_bytes)
+                    await world.wait(lambda joiner=joiner: joiner.taker.num_bytes)
                 for number in range(3):
                     world.runs[number].add(gradient(key, world.num_elements), 5)
                 await world.wait(lambda key=key: world.runs[0].state.num_steps > key, 600)
