@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from shoal.bench.frame import RunFlags, make_scenario
+from shoal.bench.frame import RunFlags, make_scenario, measured
 from shoal.bench.swarm import SwarmConfig, SwarmFlags, measure_hivemind, summarize_swarm, swarm_config
 from shoal.core import UsageError
 from shoal.report import Report, Row
@@ -111,3 +111,11 @@ def test_processes_survive_a_kill_and_a_stop(is_plain):
     # parts to two others and averages back, a little more than the parameters for each of three
     assert 4 * config.size_bytes <= result["round_bytes"] < 4.5 * config.size_bytes
     assert result["round_over_ceiling"] > 0
+
+
+def test_memory_grows_as_much_as_after_the_worse_kind_of_faults():
+    told = [
+        measured("rss_growth", {"scenario": "kill"}, [0.02, 0.3]),
+        measured("rss_growth", {"scenario": "stop"}, [0.1]),
+    ]
+    assert summarize_swarm(report_of(told))["rss_growth"] == 0.3

@@ -2,15 +2,71 @@
 
 import asyncio
 import itertools
+import logging
 
+import msgspec
 import pytest
 import torch
 
 from shoal.core import Deadline
-from shoal.tensors.transfer import LEAF_BYTES
+from shoal.swarm import CommittedSGD
+from shoal.swarm.wire import JOIN, JoinRunRequest
+from shoal.tensors.transfer import LEAF_BYTES, HeldState
 from shoal.transport import Conditions, Profile, Reply
 from swarm.swarms import World, gradient, virtual
 from swarm.test_rounds import contribute
+
+SLOW_LINE = """
+name = "one slow line"
+[places.fast]
+up_mbit_s = 1000
+down_mbit_s = 1000
+[places.slow]
+up_mbit_s = 10
+down_mbit_s = {down}
+[ways.default]
+delay_ms = 5
+[peers]
+"p0:*" = "fast"
+"p1:*" = "fast"
+"p2:*" = "fast"
+"p8:*" = "fast"
+"p9:*" = "slow"
+"""
+
+
+class HeavyState:
+    """Plain steps by an optimizer that keeps much, so that a state takes long and a round does not."""
+
+    def __init__(self, num_kept):
+        self._num_kept = num_kept
+        self._rule = CommittedSGD(0.1)
+
+    def start(self, num_elements):
+        return {"history": torch.ones(self._num_kept)}
+
+    def step(self, parameters, gradient, kept):
+        kept["history"][0] += 1
+        self._rule.step(parameters, gradient, {})
+
+
+async def train(world, run, every_s):
+    for key in itertools.count():
+        run.add(gradient(key, world.num_elements), 5)
+        await asyncio.sleep(every_s)
+
+
+async def join_over_a_slow_line(world, every_s, until):
+    """Has three members make rounds quickly while a fourth joins; ends once `until(joiner)`."""
+    await world.start_all(3)
+    tasks = [asyncio.ensure_future(train(world, run, every_s)) for run in world.runs.values()]
+    joiner = await world.start(9, may_found=False)
+    before = world.runs[0].state.round
+    await world.wait(lambda: until(joiner), 3000)
+    num_rounds = world.runs[0].state.round - before
+    for task in tasks:
+        task.cancel()
+    return joiner, num_rounds
 
 
 def test_a_joiner_takes_the_state_of_a_run_in_progress():
@@ -93,6 +149,119 @@ def test_the_state_comes_from_several_donors_and_a_liar_is_named():
             assert [peer.address.host for peer in joiner.blamed] == [first]
             assert joiner.state.fingerprint() == world.runs[0].state.fingerprint()
             world.check()
+
+    virtual(main())
+
+
+def test_a_joiner_never_starts_over_however_many_rounds_its_transfer_takes():
+    num_elements, num_kept = 4096, 2 * LEAF_BYTES
+    num_bytes = 4 * (num_elements + num_kept)
+    names = {}
+
+    async def main():
+        conditions = Conditions(Profile.parse(SLOW_LINE.format(down=4)), seed=1)
+        async with World(conditions, num_elements=num_elements, target_samples=15) as world:
+            world.optimizer = HeavyState(num_kept)
+
+            def is_member(joiner):
+                if joiner.taker.taking:
+                    names[joiner.taker.taking] = joiner.taker.num_bytes
+                return joiner.is_member
+
+            joiner, num_rounds = await join_over_a_slow_line(world, 0.5, is_member)
+            assert num_rounds > 30
+            assert len(names) == 1  # one state was pinned for it and taken, and no other
+            assert num_bytes / 2 < names.popitem()[1] <= num_bytes
+            await world.wait(lambda: joiner.state.name == world.runs[0].state.name)
+            assert not joiner.problem
+            await asyncio.sleep(30)
+            await contribute(world, 7)
+            for run in world.runs.values():  # nothing is kept for nobody
+                assert len(run._finished) <= 3
+                assert not run._pins
+            world.check()
+
+    virtual(main())
+
+
+def test_a_joiner_whose_line_is_too_slow_for_the_rounds_says_so(caplog):
+    async def main():
+        conditions = Conditions(Profile.parse(SLOW_LINE.format(down=0.5)), seed=1)
+        async with World(conditions, num_elements=1 << 16, target_samples=15) as world:
+            joiner, _ = await join_over_a_slow_line(world, 0.5, lambda joiner: "too slow" in joiner.problem)
+            assert not joiner.is_member
+            assert "codec" in joiner.problem
+
+    with caplog.at_level(logging.ERROR):
+        virtual(main())
+
+
+def test_rounds_go_on_while_all_lines_are_full_of_a_joiners_state():
+    """Answers come so late that ballots go on, and promises arrive while a value is being fetched."""
+    line = SLOW_LINE.replace("up_mbit_s = 1000", "up_mbit_s = 8").format(down=1000)
+
+    async def main():
+        conditions = Conditions(Profile.parse(line), seed=1)
+        async with World(conditions, num_elements=2 * LEAF_BYTES, target_samples=15) as world:
+            world.optimizer = HeavyState(6 * LEAF_BYTES)
+            await world.start_all(3, 600)
+            for key in range(3):
+                if key == 1:
+                    joiner = await world.start(9, may_found=False)
+                    await world.wait(lambda joiner=joiner: joiner.taker.num_bytes)
+                for number in range(3):
+                    world.runs[number].add(gradient(key, world.num_elements), 5)
+                await world.wait(lambda key=key: world.runs[0].state.num_steps > key, 600)
+            world.check()
+
+    virtual(main())
+
+
+def test_who_joins_while_another_one_takes_long_gets_a_newer_state():
+    async def main():
+        conditions = Conditions(Profile.parse(SLOW_LINE.format(down=2)), seed=1)
+        async with World(conditions, num_elements=64, target_samples=15) as world:
+            world.optimizer = HeavyState(2 * LEAF_BYTES)
+            first = world.runs
+            slow, _ = await join_over_a_slow_line(world, 0.5, lambda _: first[0].state.round > 20)
+            assert not slow.is_member
+            for number in range(3):
+                first[number].add(gradient(number), 5)
+            quick = await world.start(8, may_found=False)
+            await world.wait(lambda: quick.is_member)
+            assert quick.history[0][1] > 20  # the first round that it had to apply itself
+            assert not slow.is_member
+            await world.wait(lambda: slow.is_member, 1000)
+            assert slow.history[0][1] < 10
+            world.check()
+
+    virtual(main())
+
+
+def test_members_that_are_listed_for_long_say_what_the_state_is_and_not_newcomers_that_are_more():
+    async def main():
+        async with World() as world:
+            await world.start_all(2)
+            for key in range(12):
+                await contribute(world, key)
+            fake = HeldState({**world.runs[0].state.snapshot(), "num_samples": 10**9})
+            for number in (2, 3, 4):
+                liar = await world.start(number, may_found=False)
+                await world.wait(lambda liar=liar: liar.is_member)
+                # a member whose program was changed: it holds a state of its own making, and names that
+                liar._donor.hold(fake)
+                transport, honest = liar._transport, liar._serve_join
+
+                async def lie(head, buffers, honest=honest):
+                    reply = await honest(head.payload, buffers)
+                    return Reply(msgspec.structs.replace(reply, pinned_state=fake.name))
+
+                transport.routes.remove(JOIN)
+                transport.handle(JOIN, lie, payload_type=JoinRunRequest)
+            joiner = await world.start(5, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.num_samples == world.runs[0].state.num_samples
+            assert joiner.state.fingerprint() == world.runs[0].state.fingerprint()
 
     virtual(main())
 

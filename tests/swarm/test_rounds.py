@@ -9,6 +9,7 @@ from shoal.core import Deadline, PeerRefused
 from shoal.swarm import CommittedState, SwarmSettings
 from shoal.swarm.wire import ABORT, FOLLOW, FollowRequest
 from shoal.tensors import Float16, Int8, TopK
+from shoal.transport import Conditions, Profile
 from swarm.swarms import World, gradient, virtual
 
 
@@ -102,6 +103,26 @@ def test_a_kill_costs_others_two_seconds_at_most(victim):
             assert now_s() - before < 2.5
             assert len({run.state.fingerprint() for run in world.alive().values()}) == 1
             await world.wait(lambda: all(len(run.members) == 4 for run in world.alive().values()))
+            world.check()
+
+    virtual(main())
+
+
+def test_over_lines_on_which_answers_take_longer_than_a_second_nobody_takes_over():
+    """Once it is known how long they take."""
+    line = Profile.parse('name = "far"\n[ways.default]\ndelay_ms = 700\n')
+
+    async def main():
+        async with World(Conditions(line, seed=1), target_samples=15, minority_after_s=1000) as world:
+            await world.start_all(3, 600)
+            for key in range(6):
+                steps, ballots = world.runs[0].state.num_steps, []
+                for number, run in world.runs.items():
+                    run.add(gradient(10 * key + number), 5)
+                while world.runs[0].state.num_steps == steps:
+                    ballots += [run.round.ballot for run in world.runs.values()]
+                    await asyncio.sleep(0.1)
+            assert max(ballots) == 0
             world.check()
 
     virtual(main())

@@ -632,7 +632,9 @@ def summarize_swarm(report: Report) -> dict[str, Any]:
         scenario = told.key.get("scenario")
         prefix = "hivemind_" if told.key.get("via") == "hivemind" else ""
         for name, value in _figures(told.metric, str(scenario), told.samples).items():
-            result[prefix + name] = value
+            key = prefix + name
+            is_worse = name != "rss_growth" or value > result.get(key, -1.0)  # of kills and of stops
+            result[key] = value if is_worse else result[key]
     for prefix in ("", "hivemind_"):
         equal, hung = f"{prefix}same_bits", f"{prefix}hung"
         shares = [result.pop(name) for name in list(result) if name.startswith(f"{equal}_")]

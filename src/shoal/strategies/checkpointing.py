@@ -412,11 +412,16 @@ def _load(session: TrainingSession, checkpoint: Checkpoint, own: Mapping[str, An
     """Loads into parameters and buffers where they lie; a worker's own part counts before the common one."""
     common, optimizer = checkpoint.state("strategy"), own.get("optimizer") or checkpoint.state("optimizer")
     try:
-        session.model.load_state_dict({**checkpoint.tensors("model"), **common["model"]})
+        values, is_whole = {**checkpoint.tensors("model"), **common["model"]}, common.get("is_whole", True)
+        found = session.model.load_state_dict(values, strict=is_whole)
+        lacking = [name for name in found.missing_keys if name in session.named_parameters]
+        if lacking or found.unexpected_keys:  # what is not trained may stay as the program has made it
+            raise KeyError(*lacking, *found.unexpected_keys)
         with torch.no_grad():
             for name, tensor in {**common["tensors"], **own.get("tensors", {})}.items():
                 session.named_tensors[name].copy_(tensor)
-        session.optimizer.load_state_dict(dict(optimizer))
+        if optimizer:
+            session.optimizer.load_state_dict(dict(optimizer))
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         raise UsageError(
             f"the checkpoint {checkpoint.path} does not fit: {error}",

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from shoal.core.errors import ShoalError, UsageError
+from shoal.core.errors import CheckpointError, ShoalError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.dht import Swarm, connect
 from shoal.group import Group, share
@@ -55,6 +56,7 @@ from shoal.swarm import (
     SwarmSettings,
 )
 from shoal.swarm.facts import ModelFacts
+from shoal.tensors.checkpoint import NUM_KEPT, CheckpointWriter
 from shoal.tensors.codecs import codec_from_name
 
 log = logging.getLogger(__name__)
@@ -458,6 +460,33 @@ SwarmTraining.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         *list(signature_of(SwarmOptions).parameters.values())[1:],
     ]
 )
+
+
+def save_committed(
+    folder: Path, model: ModelFacts, state: Mapping[str, Any], *, num_kept: int = NUM_KEPT
+) -> Path:
+    """Writes a run's committed state, as `shoal.swarm` takes it, as a checkpoint of this strategy.
+
+    A program goes on from it by `strategy.load(folder)`. It has what the run shares: trained parameters and
+    floating-point buffers. CheckpointError when it cannot be written.
+    """
+    step = state["num_steps"]
+    sizes = [math.prod(shape) for _, shape in model.tensors]
+    parts = torch.split(state["parameters"], sizes)
+    tensors = {name: part.view(shape) for (name, shape), part in zip(model.tensors, parts, strict=True)}
+    told = {"strategy": SwarmTraining.name, "steps": step, "rounds": step, "outer": state["kept"]}
+    common = {"strategy": told, "tensors": {}, "model": {}, "loaders": [], "is_whole": False}
+    try:
+        with CheckpointWriter.begin(folder, step) as writer:
+            writer.write_tensors("model", tensors)
+            writer.write_state("optimizer", {})
+            writer.write_state("strategy", common)
+            return writer.seal(SwarmTraining.name, step, num_kept=num_kept)
+    except OSError as error:
+        raise CheckpointError(
+            f"The state of the run cannot be saved in {folder}: {error.strerror or error}.",
+            next_step="make room, or give another folder.",
+        ) from error
 
 
 class KeptState:

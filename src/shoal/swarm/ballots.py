@@ -16,10 +16,13 @@ from shoal.core import ShoalError
 from shoal.swarm.wire import Commit
 
 
-def is_quorum(num_members: int, places: Collection[int]) -> bool:
-    """Tells whether these are more than half, or exactly half with the first: any two such meet."""
-    num = len(places)
-    return 2 * num > num_members or (2 * num == num_members and 0 in places)
+def is_quorum(num_voters: int, places: Collection[int]) -> bool:
+    """Tells whether these are more than half, or exactly half with the first: any two such meet.
+
+    The first so many places of the order vote; others do not count.
+    """
+    num = sum(place < num_voters for place in places)
+    return 2 * num > num_voters or (2 * num == num_voters and 0 in places)
 
 
 class Acceptor:
@@ -54,10 +57,10 @@ class Acceptor:
 class BallotTally:
     """What the owner of one ballot has heard: promises, then votes."""
 
-    def __init__(self, num_members: int, ballot: int) -> None:
+    def __init__(self, num_voters: int, ballot: int) -> None:
         self.ballot = ballot
         self.proposal: Commit | None = None
-        self._num_members = num_members
+        self._num_voters = num_voters
         self._promises: dict[int, tuple[int, Commit | None]] = {}
         self._votes: dict[int, bytes] = {}
 
@@ -69,7 +72,7 @@ class BallotTally:
     @property
     def has_promises(self) -> bool:
         """Whether a value may be proposed: a quorum has promised, or no lower ballot exists."""
-        return self.ballot == 0 or is_quorum(self._num_members, self._promises)
+        return self.ballot == 0 or is_quorum(self._num_voters, self._promises)
 
     @property
     def num_votes(self) -> int:
@@ -79,7 +82,7 @@ class BallotTally:
     @property
     def is_decided(self) -> bool:
         """Whether a quorum has accepted the proposal."""
-        return self.proposal is not None and is_quorum(self._num_members, self._voters())
+        return self.proposal is not None and is_quorum(self._num_voters, self._voters())
 
     def add_promise(self, place: int, accepted_ballot: int, accepted: Commit | None) -> bool:
         """Notes a promise with what was accepted under lower ballots; False where it was known."""

@@ -38,6 +38,7 @@ from shoal.swarm.facts import (
 from shoal.swarm.membership import SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer
 from shoal.swarm.run import SwarmRun
+from shoal.swarm.wire import TRAINER
 from shoal.tensors import Codec
 from shoal.transport import Head, Reply
 
@@ -68,7 +69,8 @@ class BlockingSwarmRun:
     """A member of a run, for any thread but the loop's own; open it with `with`.
 
     `swarm` must be open, and reachable by others: a member needs an address. With `model` a run whose members
-    train another one is refused. `offers_when_asked`: see `MemberContext`.
+    train another one is refused. `offers_when_asked`: see `MemberContext`. The parameters of an auxiliary say
+    how many there are, and nobody reads them.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class BlockingSwarmRun:
         codec: Codec | None = None,
         model: ModelFacts | None = None,
         offers_when_asked: bool = False,
+        kind: str = TRAINER,
     ) -> None:
+        self._kind = kind
         self._swarm = swarm
         self._name = run
         self._made = (parameters, optimizer)
@@ -232,6 +236,7 @@ class BlockingSwarmRun:
             codec=self._codec,
             find=finder(dht, self._name),
             may_found=False,
+            kind=self._kind,
         )
         run.context.offers_when_asked = self._offers_when_asked
         dht.endpoint.streams.handle(FACTS, self._serve_facts, payload_type=FactsRequest)
@@ -245,7 +250,8 @@ class BlockingSwarmRun:
         await run.__aenter__()
         self._standing = StandingScope(f"beside run {self._name}")
         scope = await self._standing.open()
-        scope.start_soon(self._found_if_first(run), name="begin the run")
+        if self._kind == TRAINER:
+            scope.start_soon(self._found_if_first(run), name="begin the run")
 
     async def _found_if_first(self, run: SwarmRun) -> None:
         """Lets this member begin the run, unless somebody else does or has."""
@@ -291,6 +297,7 @@ class BlockingSwarmRun:
         lost: dict[str, int] = {}
         for reason, num in ledger.lost:
             lost[reason] = lost.get(reason, 0) + num
+        problems = [run.problem] if run.problem else []
         blamed = [f"{peer} sent wrong bytes: {why}" for peer, why in list(run.blamed.items())[-MAX_NOTES:]]
         return MemberFacts(
             peer_id=str(self._swarm.dht.peer_id),
@@ -310,8 +317,10 @@ class BlockingSwarmRun:
             num_bytes=run.num_sent_bytes,
             samples_per_s=self.samples_per_s,
             loss=self.loss,
-            notes=tuple([*blamed, *self.notes][-MAX_NOTES:]),
+            notes=tuple([*blamed, *problems, *self.notes][-MAX_NOTES:]),
             model=self._model if with_model else None,
+            kind=self._kind,
+            codec=str(getattr(run.context.codec, "name", "")),
         )
 
     async def _close(self, *, is_in_order: bool) -> None:

@@ -72,6 +72,9 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """What went wrong lately."""
     model: ModelFacts | None = None
+    kind: str = "trainer"
+    codec: str = "plain"
+    """How its values travel."""
 
 
 def presence_name(run: str) -> str:

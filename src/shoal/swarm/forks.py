@@ -61,7 +61,7 @@ class ForkKeeper:
         if self.has_begun():
             return True
         island = [member for member in round_.members if member == me or member in answers]
-        if island[0] != me:  # somebody before this member in the order will propose
+        if island[0] != me or not me.votes:  # somebody before this member in the order will propose
             await asyncio.sleep(_ANSWER_S)
             return self.has_begun()
         fact = msgspec.msgpack.encode((state.fork, state.name, island, self._context.random.getrandbits(32)))

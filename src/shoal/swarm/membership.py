@@ -90,6 +90,10 @@ class MemberContext:
     changed: Broadcast = field(default_factory=Broadcast)
     """Fires when one of these has changed."""
     backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(15.0, 600.0))
+    beats: AdaptiveDeadline = field(
+        default_factory=lambda: AdaptiveDeadline(initial_s=1.0, floor_s=1.0, k=4.0)
+    )
+    """How long a coordinator's answers take: who has been silent for longer is taken over from."""
     arrivals: AdaptiveDeadline = field(
         default_factory=lambda: AdaptiveDeadline(initial_s=5.0, floor_s=0.5, k=4.0)
     )
@@ -118,24 +122,28 @@ def next_order(
     """Gives the next round's list in order, and for how many rounds its first member has coordinated.
 
     The coordinator stays for up to 20 rounds while it is listed; the rest, and its successor, come by a hash
-    that nobody chooses. Who cannot be reached stands at the end.
+    that nobody chooses. Who cannot be reached stands at the end, and after all who vote those who don't.
     """
 
-    def rank(member: SwarmMember) -> tuple[bool, bytes]:
+    def rank(member: SwarmMember) -> tuple[bool, bool, bytes]:
         fact = state + member.id_bytes + member.start_number.to_bytes(8, "big")
-        return not member.is_reachable, hashlib.sha256(fact).digest()
+        return not member.votes, not member.is_reachable, hashlib.sha256(fact).digest()
 
     ordered = sorted(members, key=rank)
     stays = coordinator in ordered and coordinator.is_reachable and tenure < MAX_TENURE
     if stays:
         ordered.remove(coordinator)
         ordered.insert(0, coordinator)
-    elif len(ordered) > 1 and ordered[0] == coordinator and ordered[1].is_reachable:
+    elif len(ordered) > 1 and ordered[0] == coordinator and ordered[1].votes and ordered[1].is_reachable:
         ordered[0], ordered[1] = ordered[1], ordered[0]
     return tuple(ordered), tenure + 1 if stays else 1
 
 
 def ballot_owner(members: Sequence[SwarmMember], ballot: int) -> int:
     """Gives the place of the member to whom a ballot belongs: those who can be reached take turns."""
-    num_reachable = sum(member.is_reachable for member in members) or len(members)
-    return ballot % num_reachable
+    return ballot % (sum(member.is_reachable and member.votes for member in members) or num_voters(members))
+
+
+def num_voters(members: Sequence[SwarmMember]) -> int:
+    """Counts those who vote; at least one, so that a list of others alone has no quorum."""
+    return sum(member.votes for member in members) or 1

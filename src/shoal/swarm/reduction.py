@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.core import Deadline, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
+from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
 from shoal.swarm.ledger import FrozenContribution, SampleLedger
 from shoal.swarm.membership import MemberContext
 from shoal.swarm.wire import (
@@ -54,7 +54,7 @@ _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
 _BEAT_S = 0.3
 _PART_S = 10.0
-_FETCH_S = 2.0
+_FETCH_S, _LONGEST_FETCH_S = 2.0, 30.0
 GONE_SHARE = 0.3
 """Where nobody listens any more, this share of the usual silence is enough."""
 TAKE_LATER = Reply(TakeReply())
@@ -444,13 +444,16 @@ async def fetch_parts(
         likely = plan.reducer(part, result.attempt)
         asked = [*members[likely : likely + 1], *members]
         request = TakeRequest(commit.fork, commit.round, part, result.attempt, result.digest)
+        wait_s = _FETCH_S
         while (part, result.digest) not in held:
             for member in dict.fromkeys(asked):
                 if member == me or not member.is_reachable:
                     continue
                 try:
-                    found = read_part(await call(member, TAKE, request, (), _FETCH_S))
-                except ShoalError:
+                    found = read_part(await call(member, TAKE, request, (), wait_s))
+                except ShoalError as error:
+                    if isinstance(error, DeadlineExceeded):  # the line may be too slow for so many at once
+                        wait_s = min(2 * wait_s, _LONGEST_FETCH_S)
                     continue
                 if found is not None and found.digest == result.digest:
                     held.setdefault((part, found.digest), found)

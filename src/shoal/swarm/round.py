@@ -27,7 +27,7 @@ from typing import Any
 from shoal.core import Deadline, LimitExceeded, Scope, fanout
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
 from shoal.swarm.ledger import FrozenContribution
-from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order
+from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order, num_voters
 from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
 from shoal.swarm.wire import (
@@ -54,7 +54,8 @@ from shoal.transport.messages import Into
 BEAT_S = 0.3
 """The owner of a ballot answers at least so often."""
 SILENCE_S = 1.0
-"""After so long without an answer the next ballot's owner is asked; doubled with every ballot of a round."""
+"""After so long without an answer, or median + 4 MAD of what answers take where that is longer, the next
+ballot's owner is asked; doubled with every ballot of a round."""
 LONGEST_SILENCE_S = 8.0
 ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
@@ -87,6 +88,7 @@ class SwarmRound:
         self.members = members
         self.fork, self.number, self.state = previous
         self.me = members.index(context.me)
+        self._num_voters = num_voters(members)
         self.decision: Commit | None = None
         self.stage = GATHER
         self.plan: RoundPlan | None = None
@@ -169,8 +171,9 @@ class SwarmRound:
         self._changed.fire()
 
     def _silence_s(self, ballot: int) -> float:
-        base_s: float = SILENCE_S * self._context.settings.patience
-        return base_s * float(min(2**ballot, LONGEST_SILENCE_S))
+        context = self._context
+        base_s: float = min(max(SILENCE_S, context.beats.timeout_s()), LONGEST_SILENCE_S)
+        return context.settings.patience * min(base_s * float(2**ballot), LONGEST_SILENCE_S)
 
     # --- following ---
 
@@ -188,6 +191,7 @@ class SwarmRound:
                     self._suspects.setdefault(owner)
                 self.ballot = ballot + 1 if wanted is None else wanted
                 return
+            asked_s = self._now()
             outcomes = await fanout(
                 [
                     self._call(owner, FOLLOW, self._request(ballot, seen), (), left_s),
@@ -201,6 +205,7 @@ class SwarmRound:
             if isinstance(answer, Reply):
                 status: RoundStatus = answer.payload
                 if not status.problem:
+                    self._context.beats.observe(self._now() - asked_s)
                     heard_s, seen = self._now(), status.version
                     self._suspects.pop(owner, None)
                     self._take_in(ballot, status)
@@ -264,7 +269,12 @@ class SwarmRound:
             self.reduction.name_lost(status.lost)
         if status.decision is not None:
             self.decide(status.decision)
-        elif status.proposal is not None and ballot not in self._considered and self._scope is not None:
+        elif (
+            status.proposal is not None
+            and self._context.me.votes
+            and ballot not in self._considered
+            and self._scope is not None
+        ):
             self._considered[ballot] = None
             self._scope.start_soon(self._consider(ballot, status.proposal), name="consider a proposal")
         self.stage = status.stage
@@ -293,7 +303,7 @@ class SwarmRound:
         if self._frozen is not None and self.me in plan.contributors:
             sending = self.reduction.send(self._call, self._context.ledger, self._frozen)
             self._scope.start_soon(sending, name="send parts")
-        if ballot_owner(self.members, self.ballot) != self.me:
+        if ballot_owner(self.members, self.ballot) != self.me and self._context.me.votes:
             self._scope.start_soon(self.reduction.take_all(self._call, None), name="take parts")
         self._tell()
 
@@ -346,7 +356,7 @@ class SwarmRound:
         tally.add_promise(place, request.accepted_ballot, request.accepted)
         if request.accepted_ballot == ballot:
             tally.add_vote(place, request.accepted_digest)
-        if ballot > self.ballot:
+        if ballot > self.ballot and request.member.votes:
             self._wanted_s.setdefault(ballot, self._now())
         self._changed.fire()
 
@@ -369,7 +379,7 @@ class SwarmRound:
 
     def _tally(self, ballot: int) -> BallotTally:
         if ballot not in self._tallies:
-            self._tallies[ballot] = BallotTally(len(self.members), ballot)
+            self._tallies[ballot] = BallotTally(self._num_voters, ballot)
         return self._tallies[ballot]
 
     def _wanted_ballot(self) -> int | None:
@@ -381,7 +391,7 @@ class SwarmRound:
             others = [place for place in range(len(self.members)) if place not in waiting]
             is_late = self._now() - self._wanted_s[ballot] > 2 * self._silence_s(0)
             if ballot > max(self.ballot, self.acceptor.promised) and (
-                is_late or not is_quorum(len(self.members), others)
+                is_late or not is_quorum(self._num_voters, others)
             ):
                 return ballot
         return None
@@ -412,6 +422,8 @@ class SwarmRound:
             await self.hold(value)
             if self.acceptor.promised > ballot or self.acceptor.is_closed:
                 return
+            if tally.bound_value() not in (None, value):
+                return  # who has promised since has accepted another one: this ballot is led again, with that
             tally.propose(value)
         if self.acceptor.accept(ballot, value):
             tally.add_vote(self.me, value.digest)
@@ -452,7 +464,7 @@ class SwarmRound:
     def _present_quorum(self) -> bool:
         now_s = self._now()
         present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
-        return is_quorum(len(self.members), present)
+        return is_quorum(self._num_voters, present)
 
     def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
         """Whether a member has been heard lately, be it in the round before: who is not is not waited for."""
@@ -519,14 +531,14 @@ class SwarmRound:
     def _is_enough(self) -> bool:
         """Whether the members together have what a round needs."""
         context, now_s = self._context, self._now()
-        if len(self.members) < context.settings.min_peers or not self._present_quorum():
+        if self._num_voters < context.settings.min_peers or not self._present_quorum():
             return False
         if now_s < context.not_before_s:
             return False
         samples, is_ready = context.ledger.num_ready, [context.is_ready]
         for place, follower in self._followers.items():
             is_paused = context.backoff.is_paused(self.members[place].id_bytes, now_s)
-            if self._is_present(place, now_s) and not is_paused:
+            if self.members[place].votes and self._is_present(place, now_s) and not is_paused:
                 samples += follower.samples
                 is_ready.append(follower.is_ready)
         target = context.settings.target_samples
@@ -618,6 +630,8 @@ class SwarmRound:
         if context.end is not None and kind == ABORT:
             kind = END
             winner, winner_members = context.end
+        if not any(member.votes for member in kept):
+            kept = []  # those who are left cannot go on by themselves
         members, tenure = next_order(self.state, kept, context.me, 0 if self.me else self._tenure)
         return Commit(
             fork=self.fork,

@@ -39,6 +39,7 @@ from shoal.core import (
     fanout,
 )
 from shoal.swarm.forks import ForkKeeper
+from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.membership import MemberContext, SwarmSettings
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
@@ -55,6 +56,7 @@ from shoal.swarm.wire import (
     PART,
     STEP,
     TAKE,
+    TRAINER,
     Broadcast,
     Commit,
     CommitsRequest,
@@ -71,7 +73,7 @@ from shoal.swarm.wire import (
     TakeRequest,
 )
 from shoal.tensors import Codec, Plain
-from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
+from shoal.tensors.transfer import HeldState, StateDonor
 from shoal.transport import Head, Reply, Transport
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Into
@@ -81,21 +83,24 @@ log = logging.getLogger(__name__)
 NUM_KEPT = 2
 """Rounds whose commits and parts a member keeps for those who are behind."""
 NUM_SINCE_PIN = 8
-"""Rounds that a member keeps at most after the state that it has pinned for joiners."""
+"""Who begins to join takes a state that is no older; else another one is pinned."""
 PIN_S = 5.0
-"""After so long without anybody who joins a member keeps the pinned state no more."""
+"""What is kept for those who join is dropped when none of them has asked for so long."""
+MAX_KEPT_BYTES = 2 << 30
+"""The averages that a member keeps at most for those who join; those of eight rounds are always kept."""
+MAX_COMMITS = 64
+"""Commits that are told at once."""
 MAX_HISTORY = 4096
-MAX_DONORS = 8
-MAX_ASKED = 32
 MEET_S = 10.0
 """How often a coordinator looks for other forks of its run."""
 _ROUND_S = 1.0
 _ASK_S = 2.0
 _HOLD_S = 30.0
-_TRANSFER_S = 600.0
 _JOIN_TICK_S = 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
+_SLOW_S = 10.0
+"""A joiner that falls behind for so long says so."""
 _ALONE_S = 10.0
 """Who was joining when the last member ended begins the run again from its state after so long."""
 
@@ -125,6 +130,23 @@ class _Finished:
     commit: Commit
     held: dict[tuple[int, bytes], HeldPart]
 
+    @property
+    def size_bytes(self) -> int:
+        """How much memory its averages take."""
+        return sum(_num_bytes(part.buffers) for part in self.held.values())
+
+
+@dataclass
+class _Pin:
+    """A state that is kept for those who join, with the commits since."""
+
+    round: int
+    asked_s: float
+    """When one of those who take it was last heard."""
+    name: str = ""
+    """By which `StateTaker` takes it; empty until it is hashed."""
+    hashed_round: int = -1
+
 
 class SwarmRun:
     """A member of a run, from `async with` until the end of the block, or until it has left in order."""
@@ -142,11 +164,13 @@ class SwarmRun:
         contacts: Sequence[Peer] = (),
         find: Callable[[], Awaitable[Sequence[Peer]]] | None = None,
         may_found: bool = True,
+        kind: str = TRAINER,
         choice: random.Random | None = None,
     ) -> None:
         self.run = run
         self.choice = choice or random.SystemRandom()
         self.state = CommittedState(parameters, optimizer or CommittedSGD(), b"")
+        self.state.has_values = kind == TRAINER
         self.settings = settings or SwarmSettings()
         self.members: tuple[SwarmMember, ...] = ()
         self.round: SwarmRound | None = None
@@ -157,11 +181,12 @@ class SwarmRun:
         """Rounds that had a plan and came to nothing, as far as this member was there."""
         self.num_sent_bytes = 0
         """Bytes of parts and averages that went to other members."""
-        self.blamed: dict[Peer, str] = {}
-        """Donors that sent wrong bytes while this member joined."""
+        self.problem = ""
+        """What keeps this peer from becoming a member, if anything does."""
         self.has_left = False
         self._transport = transport
         self._address = address
+        self._kind = kind
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
         self._contacts = list(contacts)
         self._find = find
@@ -173,10 +198,14 @@ class SwarmRun:
         """Who knows that this member has left."""
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport)
-        self._pinned: tuple[int, str] | None = None
-        self._join_asked_s = 0.0
-        """When somebody last asked for what those who join need."""
-        self._taker: tuple[str, StateTaker] | None = None
+        self._pins: list[_Pin] = []
+        """States for those who join, the oldest first."""
+        self._listed_since: dict[SwarmMember, int] = {}
+        """For the members of the list: the round before which this member first saw them there."""
+        self.taker = RunStateTaker(transport, run)
+        """Takes the run's state; empty-handed while this member has one."""
+        self._newest = -1
+        """The latest round that they have told of."""
         self._changed = Broadcast()
         # the parts of the rounds that are kept, and what comes next: no more than one vector lies idle
         self._vectors = BufferPool(2 * _FLOAT_BYTES * self.state.num_elements)
@@ -211,6 +240,11 @@ class SwarmRun:
     def ledger(self) -> SampleLedger:
         """What became of this member's samples."""
         return self.context.ledger
+
+    @property
+    def blamed(self) -> dict[Peer, str]:
+        """Donors that sent wrong bytes while this member joined."""
+        return self.taker.blamed
 
     @property
     def is_member(self) -> bool:
@@ -291,7 +325,7 @@ class SwarmRun:
         async with Scope(f"round {round_.number}") as scope:
             try:
                 while (commit := await round_.play(scope)) is None:
-                    if await self._forks.propose(round_):
+                    if await self._forks.propose(round_) or not self.context.me.votes:
                         break
                 if commit is not None and not await self._hold(commit, round_.held, round_.members):
                     commit = None
@@ -306,6 +340,8 @@ class SwarmRun:
         self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], members: Sequence[SwarmMember]
     ) -> bool:
         """Has all parts of a commit; False where nobody gives them any more."""
+        if not self.state.has_values:
+            return True
         asked = list(dict.fromkeys([*members, *commit.members]))
         fetching = fetch_parts(self._call, self.context.me, asked, commit, held)
         outcome = await fanout([fetching], Deadline.after(_HOLD_S * self.settings.patience))
@@ -319,7 +355,7 @@ class SwarmRun:
         else:
             self.ledger.give_up(f"the outcome of round {round_.number} is not known")
         if begun is not None:
-            self._finished.clear()
+            self._forget_all()
             self.state.branch(begun[0])
             self.members, self._tenure = begun[1], 1
         else:
@@ -332,7 +368,8 @@ class SwarmRun:
         self.members = ()
 
     def _apply(self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], place: int) -> None:
-        average = assemble(commit.plan, commit.parts, held) if commit.kind == STEP and commit.plan else None
+        is_step = commit.kind == STEP and self.state.has_values
+        average = assemble(commit.plan, commit.parts, held) if is_step and commit.plan else None
         self.state.apply(commit, average)
         self.ledger.settle(commit, place)
         self.history.append((commit.fork, commit.round, self.state.name))
@@ -340,7 +377,7 @@ class SwarmRun:
         self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
-        if commit.should_pin:
+        if commit.should_pin and self.state.has_values:
             self._pin()
         self._forget()
         context = self.context
@@ -350,6 +387,8 @@ class SwarmRun:
         listed = commit.members
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
         context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
+        since = self._listed_since
+        self._listed_since = {member: since.get(member, commit.round + 1) for member in listed}
         if commit.kind == END:
             context.end = None
             self._contacts = [member.peer for member in commit.winner_members]
@@ -363,43 +402,68 @@ class SwarmRun:
 
     def _pin(self) -> None:
         """Keeps the state as it is now for those who join."""
-        if self._pinned is not None:
-            self._donor.drop(self._pinned[1])
-        self._pinned = (self.state.round, "")
-        self._join_asked_s = asyncio.get_running_loop().time()
+        pin = _Pin(self.state.round, asyncio.get_running_loop().time())
+        self._pins.append(pin)
         self.context.wants_pin = False
-        hashing = self._hold_pinned(self.state.round, self.state.snapshot())
-        self._standing.scope.start_soon(hashing, name="hash the pinned state")
+        self._standing.scope.start_soon(self._hold_pinned(pin, self.state.snapshot()), name="hash a state")
 
-    async def _hold_pinned(self, number: int, snapshot: Any) -> None:
+    async def _hold_pinned(self, pin: _Pin, snapshot: Any) -> None:
         """Hashes a state beside the loop, and gives it to those who ask from then on."""
 
         def hash_it() -> HeldState:
             return HeldState(snapshot)
 
-        is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
-        held = hash_it() if is_virtual else await asyncio.to_thread(hash_it)
-        if self._pinned == (number, ""):
+        loop = asyncio.get_running_loop()
+        held = hash_it() if isinstance(loop, VirtualLoop) else await asyncio.to_thread(hash_it)
+        if pin in self._pins:
             self._donor.hold(held)
-            self._pinned = (number, held.name)
+            pin.name, pin.hashed_round, pin.asked_s = held.name, self.state.round, loop.time()
+
+    def _pin_for(self, request: JoinRunRequest) -> _Pin | None:
+        """Gives the state that a joiner should take: the one that it is taking, or one that is new enough."""
+        named = [pin for pin in self._pins if pin.name and pin.name == request.state]
+        fresh = [pin for pin in self._pins if pin.name and self._is_fresh(pin)]
+        return next(iter([*named, *reversed(fresh)]), None)
+
+    def _is_fresh(self, pin: _Pin) -> bool:
+        return not pin.name or self.state.round - pin.hashed_round <= NUM_SINCE_PIN
 
     def _forget(self) -> None:
-        """Drops rounds that nobody can need any more, and a pinned state that is too old."""
-        number = self.state.round
-        if self._pinned is not None and (
-            number - self._pinned[0] > NUM_SINCE_PIN or not self._is_joining(self._pinned[1])
-        ):
-            self._donor.drop(self._pinned[1])
-            self._pinned = None
-        first = number - NUM_KEPT
-        if self._pinned is not None:
-            first = min(first, self._pinned[0])
-        self._finished = {key: one for key, one in self._finished.items() if key >= first}
+        """Drops what nobody needs any more: rounds, and states that none of those who join takes."""
+        loop_s, number = asyncio.get_running_loop().time(), self.state.round
+        now_s, lease_s = self.context.now_s(), PIN_S * self.settings.patience
+        joiners = self.context.joiners
+        joiners = {key: one for key, one in joiners.items() if now_s - one[0] < lease_s}
+        self.context.joiners = joiners
 
-    def _is_joining(self, pinned: str) -> bool:
-        """Whether somebody has lately asked for what those who join need."""
-        asked_s = max(self._join_asked_s, self._donor.asked_s.get(pinned, 0.0))
-        return asyncio.get_running_loop().time() - asked_s < PIN_S * self.settings.patience
+        def is_taken(pin: _Pin) -> bool:
+            return loop_s - max(pin.asked_s, self._donor.asked_s.get(pin.name, 0.0)) < lease_s
+
+        wanted = [pin.round for pin in self._pins if not pin.name or is_taken(pin)]
+        first = min([number - NUM_KEPT, *wanted, *(one[1] for one in joiners.values())])
+        kept: dict[int, _Finished] = {}
+        num_bytes = 0
+        for key in sorted((key for key in self._finished if key >= first), reverse=True):
+            num_bytes += self._finished[key].size_bytes
+            if number - key > NUM_SINCE_PIN and num_bytes > MAX_KEPT_BYTES:
+                break
+            kept[key] = self._finished[key]
+        self._finished = dict(reversed(kept.items()))
+        for pin in list(self._pins):
+            # without the commits since it is of no use
+            if pin.round not in wanted or not all(key in kept for key in range(pin.round, number)):
+                self._unpin(pin)
+
+    def _unpin(self, pin: _Pin) -> None:
+        self._pins.remove(pin)
+        if all(pin.name != other.name for other in self._pins):
+            self._donor.drop(pin.name)
+
+    def _forget_all(self) -> None:
+        """Drops rounds and states of another fork, or from before this member took a state."""
+        self._finished.clear()
+        for pin in list(self._pins):
+            self._unpin(pin)
 
     def _wake(self) -> None:
         if self.round is not None:
@@ -411,7 +475,8 @@ class SwarmRun:
 
     def _new_member(self) -> SwarmMember:
         number = self.choice.getrandbits(62)
-        return SwarmMember(self._id_bytes, number, self._address.host, self._address.port)
+        host, port = self._address.host, self._address.port
+        return SwarmMember(self._id_bytes, number, host, port, kind=self._kind)
 
     # --- joining ---
 
@@ -427,10 +492,16 @@ class SwarmRun:
                 await asyncio.sleep(_JOIN_TICK_S)
                 continue
             alone_s = self.context.now_s()
-            with contextlib.suppress(ShoalError):
-                await self._come_closer(found)
+            async with Scope("join") as scope:
+                scope.start_soon(self._keep_told(found, scope), name="keep helpers told")
+                try:
+                    await self._come_closer(found)
+                except ShoalError as error:
+                    self.problem = error.what
+                scope.cancel()
             if not self.is_member:
                 await self._changed.wait(_JOIN_TICK_S)
+        self.problem = ""
         self.ledger.reconcile(self.state.descends_from)
 
     def _may_begin(self, alone_s: float) -> bool:
@@ -450,7 +521,7 @@ class SwarmRun:
         fact = msgspec.msgpack.encode((self.run, me))
         if self.state.fork:
             self.state.branch(hashlib.sha256(self.state.name + fact).digest())
-            self._finished.clear()
+            self._forget_all()
             self.members, self._tenure = (me,), 1
             return
         self.state = CommittedState(
@@ -460,77 +531,103 @@ class SwarmRun:
         self.members, self._tenure = (me,), 1
 
     async def _look_around(self) -> JoinReply | None:
-        """Asks three peers where the run is, and believes the one that is furthest; None where nobody
-        answers.
-        """
+        """Asks where the run is; None where nobody answers."""
         peers = list(self._contacts)
         if self._find is not None:
             peers += await self._find()
-        peers = [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
-        calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers]
-        answers = await fanout(
-            calls, Deadline.after(2 * _ASK_S), is_enough=lambda done: len(_replies(done)) >= 3
+        return await self.taker.look_around(
+            [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
         )
-        replies = [reply for reply in _replies(answers) if reply.run == self.run]
-        return max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
 
     async def _come_closer(self, found: JoinReply) -> None:
         """Takes the run's state where it must, applies the commits since, and asks to be listed."""
         state = self.state
         asked = [member for member in found.members if member.is_reachable]
-        is_near = state.fork == found.fork and found.round - state.round <= NUM_KEPT
-        if not is_near and not (state.fork == found.fork and 0 <= found.pinned_round <= state.round):
-            if found.pinned_round < 0:
-                await self._tell(asked, JoinRunRequest(self.run, self.context.me, found.fork, -1))
+        is_ours = state.fork == found.fork
+        commits = await self._commits_since(asked) if is_ours else []
+        is_near = is_ours and found.round - state.round <= NUM_KEPT
+        if not commits and not is_near and not state.has_values:
+            self._forget_all()
+            state.follow(found.fork, found.round, found.name)
+            state.num_samples, state.num_steps = found.samples, found.steps
+        elif not commits and not is_near:
+            taken = await self.taker.take(found)
+            if taken is None:
+                await self._tell(JoinRunRequest(self.run, self.context.me, found.fork, -1))
                 return
-            await self._take_state(found, [member.peer for member in asked])
-        for commit in await self._commits_since(asked):
-            held: dict[tuple[int, bytes], HeldPart] = {}
-            if commit.kind == END or not await self._hold(commit, held, asked):
-                return
-            self._apply(commit, held, -1)
-            if self.is_member:
-                return
-        await self._tell(asked, JoinRunRequest(self.run, self.context.me, state.fork, state.round))
+            self.state.restore(taken)
+            known = [member for member in found.members if member.peer in self.taker.trusted]
+            self._listed_since = dict.fromkeys(known, state.round - NUM_COMMITS_TRUSTED)
+            self._newest = -1
+            self._forget_all()
+            self._pin()
+            commits = await self._commits_since(asked)
+        while commits:
+            for commit in commits:
+                if commit.kind == END or not await self._hold_slowly(commit, asked):
+                    return
+                if self.is_member:
+                    return
+            asked = [member for member in commit.members if member.is_reachable]
+            commits = await self._commits_since(asked)
+        await self._tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
 
-    async def _take_state(self, found: JoinReply, peers: Sequence[Peer]) -> None:
-        """Takes the pinned state from up to eight that hold it, leaf by leaf, and holds it for others."""
-        calls = [self._call_peer(peer, JOIN, JoinRunRequest(self.run), _ASK_S) for peer in peers[:MAX_ASKED]]
-        answers = await fanout(calls, Deadline.after(2 * _ASK_S))
-        names = [
-            reply.pinned_state
-            for reply in _replies(answers)
-            if reply.fork == found.fork and reply.pinned_state
-        ]
-        # what most of them hold: one that lies about the state's name is in the minority
-        name = max(dict.fromkeys(names), key=names.count, default=found.pinned_state)
-        pairs = zip(peers, answers, strict=False)
-        donors = [peer for peer, answer in pairs if _pinned_state(answer) == name]
-        taker = self._taker
-        if taker is None or taker[0] != name:  # what has come stays, whoever gave it
-            taker = self._taker = (name, StateTaker(self._transport, name))
-        try:
-            taken = await taker[1].take(donors[:MAX_DONORS], Deadline.after(_TRANSFER_S))
-        finally:
-            self.blamed.update(taker[1].blamed)
-        self._taker = None
-        self.state.restore(taken)
-        self._finished.clear()
-        self._pin()
+    async def _hold_slowly(self, commit: Commit, members: Sequence[SwarmMember]) -> bool:
+        """Applies a commit once all its parts are here; False where they come no more."""
+        held: dict[tuple[int, bytes], HeldPart] = {}
+        num_held = -1
+        while not await self._hold(commit, held, members):
+            if num_held == len(held):
+                return False
+            num_held = len(held)
+        self._apply(commit, held, -1)
+        return True
 
     async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
-        """Fetches the commits that this member has not applied, from the first that answers."""
+        """Fetches the commits that this member has not applied, from the first that has them."""
         request = CommitsRequest(self.state.fork, self.state.round)
-        for member in members:
+        asked = [*self.taker.helpers, *(member.peer for member in members[:MAX_ASKED])]
+        for peer in dict.fromkeys(asked):
             with contextlib.suppress(ShoalError):
-                found: list[Commit] = await self._call_peer(member.peer, COMMITS, request, _ASK_S)
+                found: list[Commit] = await self._call_peer(peer, COMMITS, request, _ASK_S)
                 return found
         return []
 
-    async def _tell(self, members: Sequence[SwarmMember], request: JoinRunRequest) -> None:
-        """Tells the first members in the order, the coordinator among them."""
-        calls = [self._call_peer(member.peer, JOIN, request, _ASK_S) for member in members[:3]]
-        await fanout(calls, Deadline.after(_ASK_S))
+    async def _tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> None:
+        """Tells the first members in the order, the coordinator among them, and the donors."""
+        for reply in await self.taker.tell(request, wait_s):
+            if reply.fork == self.state.fork:
+                self._newest = max(self._newest, reply.round)
+
+    async def _keep_told(self, found: JoinReply, scope: Scope) -> None:
+        """Has the helpers keep what this member still needs, and says when it falls behind; ends when
+        cancelled.
+        """
+        loop, state, me = asyncio.get_running_loop(), self.state, self.context.me
+        since: tuple[float, int, int] | None = None
+        while True:
+            await asyncio.sleep(JOIN_BEAT_S)
+            taking = self.taker.taking
+            if taking or state.fork != found.fork:
+                since, number = None, -1
+            else:
+                self._newest = max(self._newest, state.round)
+                since, number = since or (loop.time(), state.round, self._newest), state.round
+            if taking or since:
+                request = JoinRunRequest(self.run, me, found.fork, number, taking)
+                # while the line is full answers come late, and the requests must not
+                scope.start_soon(self._tell(request, _SLOW_S), name="tell helpers")
+            if since is None or loop.time() - since[0] < _SLOW_S:
+                continue
+            num_s, num_own, num_made = loop.time() - since[0], state.round - since[1], self._newest - since[2]
+            if num_made > max(num_own, NUM_KEPT) and self._newest - state.round > NUM_KEPT:
+                self.problem = (
+                    f"The run has made {num_made} rounds in {num_s:.0f} s, and this peer could take only "
+                    f"{num_own}: its line, or that of those who give, is too slow for them. Let rounds be "
+                    "rarer (target_samples, local_steps) or smaller (codec)."
+                )
+                log.warning("%s", self.problem)
+                since = None
 
     async def _meet(self) -> None:
         """Looks for other forks of the run while this member coordinates."""
@@ -654,24 +751,35 @@ class SwarmRun:
     async def _serve_join(self, request: JoinRunRequest, buffers: Sequence[memoryview]) -> JoinReply:
         if request.run != self.run or not self.is_member:
             raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
+        pin = self._pin_for(request)
         if request.member is not None and request.fork == self.state.fork:
             if request.round >= 0:
                 now_s = self.context.now_s()
                 self.context.joiners[request.member] = (now_s, request.round)
-            elif self._pinned is None:
+            elif pin is None and not any(map(self._is_fresh, self._pins)):
                 self.context.wants_pin = True
             self._wake()
-        if request.member not in self.members:
-            self._join_asked_s = asyncio.get_running_loop().time()
-        number, name = self._pinned if self._pinned and self._pinned[1] else (-1, "")
+        if pin is not None and request.round < 0:
+            pin.asked_s = asyncio.get_running_loop().time()
+        trusted_round = self.state.round - NUM_COMMITS_TRUSTED
+        since = [self._listed_since.get(member, self.state.round) for member in self.members]
         return JoinReply(
-            self.run, self.state.fork, self.state.round, self.members, self.state.num_samples, number, name
+            self.run,
+            self.state.fork,
+            self.state.round,
+            self.members,
+            self.state.num_samples,
+            pin.round if pin else -1,
+            pin.name if pin else "",
+            name=self.state.name,
+            steps=self.state.num_steps,
+            trusted=tuple(place for place, number in enumerate(since) if number <= trusted_round),
         )
 
     async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
         if request.fork != self.state.fork:
             raise PeerRefused("This member is in another fork.")
-        numbers = range(request.round, self.state.round)
+        numbers = range(request.round, min(self.state.round, request.round + MAX_COMMITS))
         if any(number not in self._finished for number in numbers):
             raise PeerRefused("This member does not keep commits that old.")
         return [self._finished[number].commit for number in numbers]
@@ -696,14 +804,6 @@ def _read(payload: Any, kind: Any) -> Any:
 
 def _num_bytes(buffers: Sequence[Any]) -> int:
     return sum(memoryview(buffer).nbytes for buffer in buffers)
-
-
-def _pinned_state(answer: Any) -> str:
-    return answer.pinned_state if isinstance(answer, JoinReply) else ""
-
-
-def _replies(answers: Sequence[Any]) -> list[JoinReply]:
-    return [answer for answer in answers if isinstance(answer, JoinReply)]
 
 
 def _id_of(address: Address) -> Any:

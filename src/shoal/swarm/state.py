@@ -31,6 +31,8 @@ class CommittedState:
         self.num_samples = 0
         self.num_steps = 0
         self.name = hashlib.sha256(fork).digest()
+        self.has_values = True
+        """False for a member that only averages: it follows the names, and has no parameters."""
         self.ancestry: list[tuple[bytes, int]] = []
         """The forks that this one descends from, and the rounds in which they were left."""
 
@@ -49,8 +51,9 @@ class CommittedState:
                 f"A commit of round {commit.round} does not follow the state of {self.round}."
             )
         if commit.kind == STEP:
-            assert average is not None
-            self.optimizer.step(self.parameters, average, self.kept)
+            if self.has_values:
+                assert average is not None
+                self.optimizer.step(self.parameters, average, self.kept)
             self.num_samples += sum(credited_samples(commit))
             self.num_steps += 1
         self.round += 1
@@ -61,6 +64,10 @@ class CommittedState:
         self.ancestry.append((self.fork, self.round))
         self.fork = fork
         self.name = hashlib.sha256(self.name + fork).digest()
+
+    def follow(self, fork: bytes, number: int, name: bytes) -> None:
+        """Takes another member's word for where the run is: for who has no parameters."""
+        self.fork, self.round, self.name, self.ancestry = fork, number, name, []
 
     def descends_from(self, fork: bytes, number: int) -> bool:
         """Tells whether the commit of a fork's round is in this state."""

@@ -31,6 +31,9 @@ JOIN, FORK, MEET = "swarm.join", "swarm.fork", "swarm.meet"
 STEP, ABORT, END = "step", "abort", "end"
 """What a commit does: moves the parameters, leaves them, or ends the fork in favour of another."""
 
+TRAINER, AUXILIARY = "trainer", "auxiliary"
+"""Kinds of members: an auxiliary averages parts for the others, brings no samples, and has no vote."""
+
 GATHER, REGISTER, REDUCE, COMMIT = "gather", "register", "reduce", "commit"
 """The stages of a round."""
 
@@ -44,6 +47,12 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     port: int
     is_reachable: bool = True
     """Whether others can dial it; who cannot be dialed neither coordinates nor reduces."""
+    kind: str = TRAINER
+
+    @property
+    def votes(self) -> bool:
+        """Whether it votes; who does stands in the order before all who don't."""
+        return self.kind == TRAINER
 
     @property
     def peer(self) -> Peer:
@@ -217,6 +226,8 @@ class JoinRunRequest(msgspec.Struct, frozen=True):
     fork: bytes = b""
     round: int = -1
     """The round that it could take part in; -1 while it has no state."""
+    state: str = ""
+    """The name of the state that it is taking: as long as it says so, that is kept."""
 
 
 class JoinReply(msgspec.Struct, frozen=True):
@@ -231,6 +242,11 @@ class JoinReply(msgspec.Struct, frozen=True):
     """The round before which the pinned state was made; -1 while there is none."""
     pinned_state: str = ""
     """The name by which `StateTaker` takes it."""
+    name: bytes = b""
+    """The state's, after the latest commit."""
+    steps: int = 0
+    trusted: tuple[int, ...] = ()
+    """The places of members that were listed by at least ten commits."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ hold the same name, and whatever a donor sends is checked before it is used:
       state.leaf(name, number)  ────────────────────►  all of them at once, a few leaves in flight each
       hash of the leaf as in the index?                wrong: the donor is named, and asked no more
       a leaf that takes long is asked for elsewhere    gone: its leaves are asked for elsewhere
+                                                       late: it is asked for fewer leaves at once
 
 What has come stays: a taker whose donors are all gone goes on with others.
 """
@@ -45,7 +46,9 @@ _MAX_INDEX_BYTES = 64 << 20
 _NUM_IN_FLIGHT = 4
 """Leaves that are asked of one donor at once."""
 _LEAF_S = 30.0
-"""A donor that has not sent a leaf after so long is left."""
+"""A donor that has not sent a leaf after so long is asked for half as many at once, and left in the end."""
+_MAX_PATIENCE = 16.0
+"""A taker that gets no leaf at all from anybody waits up to so many times as long when it tries again."""
 _LATE_FACTOR = 3.0
 """A leaf that takes so many times as long as they usually do is asked of another donor as well."""
 _SHORTEST_LATE_S = 0.05
@@ -174,13 +177,20 @@ class StateTaker:
         self, transport: Transport, name: str, *, max_bytes: int = MAX_STATE_BYTES, leaf_s: float = _LEAF_S
     ) -> None:
         self.blamed: dict[Peer, str] = {}
-        """Donors that sent what is not the state, or nothing, with the reason; they are not asked again."""
+        """Donors that sent what is not the state, with the reason; they are not asked again."""
+        self.left: dict[Peer, str] = {}
+        """Donors that the latest `take` has left because they are gone or late, or hold it no more."""
         self.received_bytes: dict[Peer, int] = {}
         """How much of the state came from each donor."""
         self._transport = transport
         self._name = name
         self._max_bytes = max_bytes
         self._leaf_s = leaf_s
+        self._max_leaf_s = _MAX_PATIENCE * leaf_s
+        self._num_at_once: dict[Peer, int] = {}
+        """How many leaves are asked of a donor at once, where that is fewer than usual."""
+        self._slowed_s: dict[Peer, float] = {}
+        """When it was made fewer."""
         self._index: StateIndex | None = None
         self._memory = _Bytes((), LEAF_BYTES)
         self._missing: deque[int] = deque()
@@ -201,16 +211,19 @@ class StateTaker:
         PeerLost when no donor is left, DeadlineExceeded when it takes too long; what has come stays.
         """
         asked = [donor for donor in donors if donor not in self.blamed]
+        self.left.clear()
+        self._num_at_once.clear()
         if self._index is None:
             await self._take_index(asked, deadline)
         index = self._index
         assert index is not None
-        timeout_s = deadline.timeout_s
+        timeout_s, num_before = deadline.timeout_s, self.num_missing
         try:
             async with asyncio.timeout(timeout_s), Scope("take a state") as scope:
                 for donor in asked:
-                    for _ in range(_NUM_IN_FLIGHT):
-                        scope.start_soon(self._take_leaves(donor, scope), name=f"take leaves from {donor}")
+                    for number in range(_NUM_IN_FLIGHT):
+                        taking = self._take_leaves(donor, number, scope)
+                        scope.start_soon(taking, name=f"take leaves from {donor}")
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self.num_missing} of {len(index.leaves)} parts of the state have not come in time.",
@@ -219,6 +232,8 @@ class StateTaker:
         finally:
             self._missing.extend(self._asked_s)
             self._asked_s.clear()
+            if self.num_missing == num_before:  # the lines may be too slow for leaves in that time
+                self._leaf_s = min(2 * self._leaf_s, self._max_leaf_s)
         if self._missing:
             raise self._no_donor_left(f"{len(self._missing)} of {len(index.leaves)} parts are missing")
         tensors = dict(zip(index.names, unpack(index.specs, self._memory.buffers), strict=True))
@@ -231,12 +246,12 @@ class StateTaker:
                 reply = await self._transport.call(donor, _INDEX, self._name, deadline=limit)
                 data = b"".join(map(bytes, reply.buffers))
                 if hashlib.sha256(data).hexdigest() != self._name:
-                    raise ProtocolError("it sent the index of another state")
+                    raise _WrongBytes("it sent the index of another state")
                 if len(data) > _MAX_INDEX_BYTES:
                     raise LimitExceeded(f"the index of the state has {len(data):,} bytes")
                 self._begin(msgspec.msgpack.decode(data, type=StateIndex))
             except (ShoalError, msgspec.MsgspecError) as error:
-                self._blame(donor, error)
+                self._leave(donor, error)
             else:
                 return
         raise self._no_donor_left("none of them has given its index")
@@ -247,17 +262,20 @@ class StateTaker:
         sizes = [size_bytes(spec) for spec in specs]
         check(specs, sizes, TensorLimits(max_tensors=len(specs) + 1, max_bytes=self._max_bytes))
         if len(index.names) != len(specs) or index.leaf_bytes < 1:
-            raise ProtocolError("it sent an index that contradicts itself")
+            raise _WrongBytes("it sent an index that contradicts itself")
         if -(-sum(sizes) // index.leaf_bytes) != len(index.leaves):
-            raise ProtocolError("it sent an index with another number of parts than the state has")
+            raise _WrongBytes("it sent an index with another number of parts than the state has")
         self._memory = _Bytes([aligned_memory(size) for size in sizes], index.leaf_bytes)
         self._missing = deque(range(len(index.leaves)))
         self._index = index
 
-    async def _take_leaves(self, donor: Peer, scope: Scope) -> None:
-        """Asks one donor for one leaf after the other until it fails, or all have come."""
+    async def _take_leaves(self, donor: Peer, place: int, scope: Scope) -> None:
+        """Asks one donor for one leaf after the other until it fails, or all have come.
+
+        `place` numbers the leaves that are asked of it at once.
+        """
         clock = asyncio.get_running_loop().time
-        while donor not in self.blamed and (number := await self._next_leaf()) is not None:
+        while self._may_ask(donor, place) and (number := await self._next_leaf()) is not None:
             began_s = clock()
             try:
                 reply = await self._transport.call(
@@ -265,14 +283,30 @@ class StateTaker:
                 )
                 self._store(number, reply, donor)
             except (ShoalError, msgspec.MsgspecError) as error:
-                self._blame(donor, error)
+                if not isinstance(error, DeadlineExceeded):
+                    self._leave(donor, error)
+                elif began_s >= self._slowed_s.get(donor, began_s):
+                    self._slow_down(donor, error)
                 if self._asked_s.pop(number, None) is not None:
                     self._missing.appendleft(number)
                     self._changed.set()
-                return
+                continue
             self._durations_s.append(clock() - began_s)
         if not self.num_missing:
             scope.cancel()  # what others were asked for as well is not waited for
+
+    def _may_ask(self, donor: Peer, place: int) -> bool:
+        is_left = donor in self.blamed or donor in self.left
+        return not is_left and place < self._num_at_once.get(donor, _NUM_IN_FLIGHT)
+
+    def _slow_down(self, donor: Peer, error: ShoalError) -> None:
+        """Asks for half as many leaves at once: its line, or this peer's, is too slow for so many."""
+        num_at_once = self._num_at_once.get(donor, _NUM_IN_FLIGHT) // 2
+        if num_at_once:
+            self._num_at_once[donor] = num_at_once
+            self._slowed_s[donor] = asyncio.get_running_loop().time()
+        else:
+            self._leave(donor, error)
 
     async def _next_leaf(self) -> int | None:
         """Chooses a leaf that nobody was asked for, else one that takes long; None when all have come."""
@@ -300,7 +334,7 @@ class StateTaker:
         assert self._index is not None
         buffers = [memoryview(buffer).cast("B") for buffer in reply.buffers]
         if _digest(buffers) != self._index.leaves[number]:
-            raise ProtocolError("it sent bytes that are not those of the state")
+            raise _WrongBytes("it sent bytes that are not those of the state")
         if self._asked_s.pop(number, None) is None:
             return  # another donor was faster
         data, offset = buffers[0] if len(buffers) == 1 else memoryview(b"".join(buffers)), 0
@@ -310,16 +344,22 @@ class StateTaker:
         self.received_bytes[donor] = self.received_bytes.get(donor, 0) + offset
         self._changed.set()
 
-    def _blame(self, donor: Peer, error: Exception) -> None:
-        self.blamed.setdefault(donor, error.what if isinstance(error, ShoalError) else str(error))
+    def _leave(self, donor: Peer, error: Exception) -> None:
+        reasons = self.blamed if isinstance(error, _WrongBytes | msgspec.MsgspecError) else self.left
+        reasons.setdefault(donor, error.what if isinstance(error, ShoalError) else str(error))
 
     def _no_donor_left(self, what: str) -> PeerError:
-        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in self.blamed.items())
+        told = {**self.left, **self.blamed}
+        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in told.items())
         return PeerLost(
             f"The state cannot be taken: {what}, and no peer is left that gives them.",
             cause=reasons or "nobody was asked.",
             next_step="try again when peers that hold it are there.",
         )
+
+
+class _WrongBytes(ProtocolError):
+    """A donor sent something else than the state that it was asked for."""
 
 
 def _digest(parts: Sequence[memoryview]) -> bytes:

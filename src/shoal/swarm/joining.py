@@ -1,0 +1,162 @@
+"""Taking the state of a run: who has it, which one to believe, and that it is kept as long as it is taken.
+
+    who joins, or saves checkpoints                  members
+    look_around: swarm.join to those it knows ────►  three answer: fork, round, list, who is listed for long
+    ask_for_pin: no state is kept for joiners ────►  a commit has all members keep the state that it makes
+    take: swarm.join to up to 32              ────►  the name of the state that each keeps
+          leaves from up to eight of them     ────►  `shoal.tensors.transfer`
+    tell: what is still needed, every second  ────►  it is kept, with the commits since
+
+Nobody is believed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.core import Deadline, Peer, PeerRefused, Scope, fanout
+from shoal.swarm.wire import JOIN, JoinReply, JoinRunRequest, SwarmMember
+from shoal.tensors.transfer import StateTaker
+from shoal.transport import Transport
+
+log = logging.getLogger(__name__)
+
+MAX_DONORS = 8
+MAX_ASKED = 32
+JOIN_BEAT_S = 1.0
+"""How often those who keep something for a joiner hear of it."""
+NUM_COMMITS_TRUSTED = 10
+"""Members that are listed for so many commits say what the run's state is, where there are any."""
+_NUM_REPLIES = 3
+_ASK_S = 2.0
+_TRANSFER_S = 600.0
+
+
+class RunStateTaker:
+    """Takes the state that a run's members keep for those who join; what has come stays when it fails."""
+
+    def __init__(self, transport: Transport, run: str) -> None:
+        self.blamed: dict[Peer, str] = {}
+        """Donors that sent wrong bytes."""
+        self.helpers: list[Peer] = []
+        """Those who keep something: the first three members in the order, and the donors."""
+        self._transport = transport
+        self._run = run
+        self.trusted: dict[Peer, None] = {}
+        """Members that are listed for long, as most of those say who were asked."""
+        self._taker: tuple[str, StateTaker] | None = None
+
+    @property
+    def taking(self) -> str:
+        """The name of the state that is being taken; empty for none."""
+        return self._taker[0] if self._taker else ""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of it has come."""
+        return sum(self._taker[1].received_bytes.values()) if self._taker else 0
+
+    async def look_around(self, peers: Sequence[Peer]) -> JoinReply | None:
+        """Asks three peers where the run is, and believes the one that is furthest; None where nobody
+        answers.
+        """
+        request = JoinRunRequest(self._run, state=self.taking)
+        answers = await fanout(
+            [self._ask(peer, request, _ASK_S) for peer in peers],
+            Deadline.after(2 * _ASK_S),
+            is_enough=lambda done: len(_replies(done)) >= _NUM_REPLIES,
+        )
+        replies = [reply for reply in _replies(answers) if reply.run == self._run]
+        found = max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
+        if found is not None:
+            named = [peer for reply in replies if reply.fork == found.fork for peer in _trusted(reply)]
+            enough = sum(reply.fork == found.fork for reply in replies) / 2
+            self.trusted = {peer: None for peer in dict.fromkeys(named) if named.count(peer) > enough}
+            self.helpers = [member.peer for member in found.members if member.is_reachable][:3]
+        return found
+
+    async def take(self, found: JoinReply) -> dict[str, Any] | None:
+        """Takes the state from up to eight that keep it, leaf by leaf; None where nobody keeps one.
+
+        PeerLost and DeadlineExceeded when it does not come; called again it goes on.
+        """
+        peers = [member.peer for member in found.members if member.is_reachable]
+        peers.sort(key=lambda peer: peer not in self.trusted)
+        request = JoinRunRequest(self._run, state=self.taking)
+        calls = [self._ask(peer, request, _ASK_S) for peer in peers[:MAX_ASKED]]
+        answers = await fanout(calls, Deadline.after(2 * _ASK_S))
+        kept = {
+            peer: reply.pinned_state
+            for peer, reply in zip(peers, answers, strict=False)
+            if isinstance(reply, JoinReply) and reply.fork == found.fork
+        }
+        # what most of them hold: one that lies about the state's name is in the minority
+        believed = [name for peer, name in kept.items() if peer in self.trusted] or list(kept.values())
+        names = [name for name in believed if name]
+        if not names:
+            self._taker = None
+            return None
+        name = self.taking if self.taking in names else max(dict.fromkeys(names), key=names.count)
+        donors = [peer for peer in kept if kept[peer] == name][:MAX_DONORS]
+        if self._taker is None or self._taker[0] != name:  # what has come stays, whoever gave it
+            if self._taker is not None:
+                log.warning("run %s: nobody keeps the state any more that was being taken", self._run)
+            self._taker = (name, StateTaker(self._transport, name))
+        self.helpers = list(dict.fromkeys([*self.helpers, *donors]))
+        taker = self._taker[1]
+        try:
+            taken: dict[str, Any] = await taker.take(donors, Deadline.after(_TRANSFER_S))
+        finally:
+            self.blamed.update(taker.blamed)
+        self._taker = None
+        return taken
+
+    async def tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> list[JoinReply]:
+        """Tells the helpers what is needed."""
+        calls = [self._ask(peer, request, wait_s) for peer in self.helpers]
+        return _replies(await fanout(calls, Deadline.after(wait_s)))
+
+    async def _ask(self, peer: Peer, request: JoinRunRequest, wait_s: float) -> JoinReply:
+        reply = await self._transport.call(peer, JOIN, request, deadline=Deadline.after(wait_s))
+        try:
+            return msgspec.convert(reply.payload, JoinReply)
+        except msgspec.ValidationError as error:
+            raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+async def take_committed(
+    transport: Transport, run: str, peers: Sequence[Peer], me: SwarmMember, deadline: Deadline
+) -> dict[str, Any]:
+    """Takes a run's newest committed state, for who is no member and will be none; see `CommittedState`."""
+    taker = RunStateTaker(transport, run)
+
+    async def keep(fork: bytes) -> None:
+        while True:
+            await asyncio.sleep(JOIN_BEAT_S)
+            await taker.tell(JoinRunRequest(run, me, fork, -1, taker.taking), JOIN_BEAT_S)
+
+    while True:
+        deadline.check(f"taking the state of the run {run!r}")
+        found = await taker.look_around(peers)
+        if found is not None:
+            async with Scope("take the state of a run") as scope:
+                scope.start_soon(keep(found.fork), name="keep the state")
+                taken = await taker.take(found)
+                scope.cancel()
+            if taken is not None:
+                return taken
+            await taker.tell(JoinRunRequest(run, me, found.fork, -1))
+        await asyncio.sleep(JOIN_BEAT_S / 5)
+
+
+def _replies(answers: Sequence[Any]) -> list[JoinReply]:
+    return [answer for answer in answers if isinstance(answer, JoinReply)]
+
+
+def _trusted(reply: JoinReply) -> list[Peer]:
+    return [reply.members[place].peer for place in reply.trusted if 0 <= place < len(reply.members)]
