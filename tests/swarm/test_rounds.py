@@ -336,3 +336,31 @@ def test_a_stopped_member_costs_others_five_seconds_at_most(place):
             world.check_samples()
 
     virtual(main())
+
+
+def events_per_call(num_peers):
+    """What the loop does for each call of the protocol while a swarm computes and no round begins."""
+
+    async def main():
+        async with World(target_samples=10**6) as world:
+            await world.start_all(num_peers)
+            loop, num_events = asyncio.get_running_loop(), 0
+            call_soon = loop.call_soon
+
+            def counted(callback, *args, context=None):
+                nonlocal num_events
+                num_events += 1
+                return call_soon(callback, *args, context=context)
+
+            loop.call_soon, world.num_calls = counted, 0
+            for key, run in enumerate(world.runs.values()):
+                run.add(gradient(key), 1)
+                await asyncio.sleep(0.01)
+            del loop.call_soon
+            return num_events / world.num_calls
+
+    return virtual(main())
+
+
+def test_a_large_swarm_has_no_more_to_do_for_each_call():
+    assert events_per_call(24) < 1.3 * events_per_call(6)

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from shoal.core import Deadline, LimitExceeded, Scope, fanout
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
@@ -60,12 +62,13 @@ ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
 _RETRY_S = 0.1
 _TICK_S = 0.25
+_MANY_MEMBERS = 64
+"""From here on the owner of a ballot looks over its members every quarter of a second, not at every word."""
 _LONGEST_REGISTER_S = 15.0
 _SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
 
 
-@dataclass
-class _Follower:
+class _Follower(msgspec.Struct):
     """What the owner of a ballot knows of one member."""
 
     registration: Registration | None = None
@@ -106,7 +109,10 @@ class SwarmRound:
         self._frozen: FrozenContribution | None = None
         self._registration: Registration | None = None
         self._changed = Broadcast()
+        self._news = Broadcast()
+        """Fires when there is something new to answer; what is only heard wakes no follower."""
         self._version = 0
+        self._quorum_seen: tuple[float, bool] = (-_RETRY_S, False)
         self._scope: Scope | None = None
         self._quorum_s = context.now_s()
 
@@ -153,9 +159,9 @@ class SwarmRound:
             self.decision = commit
             self._tell()
 
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Waits for anything to change, at most so long."""
-        await self._changed.wait(timeout_s)
+    async def wait_news(self, timeout_s: float) -> None:
+        """Waits for a plan, a proposal or a decision, at most so long."""
+        await self._news.wait(timeout_s)
 
     def wake(self) -> None:
         """Has the member's own facts looked at again."""
@@ -166,6 +172,7 @@ class SwarmRound:
     def _tell(self) -> None:
         """Answers all followers that wait."""
         self._version += 1
+        self._news.fire()
         self._changed.fire()
 
     def _silence_s(self, ballot: int) -> float:
@@ -315,19 +322,19 @@ class SwarmRound:
 
     async def serve_follow(self, request: FollowRequest) -> RoundStatus:
         """Takes in what a follower says; answers as soon as there is something new, and at every beat."""
-        if request.member not in self.members:
+        place = self._places.get(request.member)
+        if place is None:
             return RoundStatus(problem="not a member")
         if request.state != self.state:
             return RoundStatus(problem="another state")
         if ballot_owner(self.members, request.ballot) != self.me:
             return RoundStatus(problem="another member's ballot")
-        place = self.members.index(request.member)
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
             self._hear(place, request)
             until_s = self._now() + BEAT_S
             while self._version == request.seen and self.decision is None and self._now() < until_s:
-                await self._changed.wait(until_s - self._now())
+                await self._news.wait(until_s - self._now())
             presence.heard_s = self._now()
             return self._status(request)
         except asyncio.CancelledError:
@@ -335,20 +342,27 @@ class SwarmRound:
                 presence.closed_s = self._now()
             raise
 
+    @cached_property
+    def _places(self) -> dict[SwarmMember, int]:
+        return {member: place for place, member in enumerate(self.members)}
+
     def _hear(self, place: int, request: FollowRequest) -> None:
+        """Notes what a follower says, and looks at what is new: most only say that they are there."""
         follower = self._followers.setdefault(place, _Follower())
-        if request.registration is not None and follower.registration is None:
-            follower.registration = request.registration
+        known = msgspec.structs.astuple(follower)
+        follower.registration = follower.registration or request.registration
         follower.samples, follower.is_ready = request.samples, request.is_ready
         follower.is_leaving = request.is_leaving
+        is_new = msgspec.structs.astuple(follower) != known
         ballot = request.ballot
         tally = self._tally(ballot)
-        tally.add_promise(place, request.accepted_ballot, request.accepted)
+        is_new |= tally.add_promise(place, request.accepted_ballot, request.accepted)
         if request.accepted_ballot == ballot:
-            tally.add_vote(place, request.accepted_digest)
+            is_new |= tally.add_vote(place, request.accepted_digest)
         if ballot > self.ballot:
             self._wanted_s.setdefault(ballot, self._now())
-        self._changed.fire()
+        if is_new:
+            self._changed.fire()
 
     def _status(self, request: FollowRequest) -> RoundStatus:
         is_leading = request.ballot == self.ballot and ballot_owner(self.members, self.ballot) == self.me
@@ -377,11 +391,9 @@ class SwarmRound:
         there.
         """
         for ballot in sorted(self._wanted_s, reverse=True):
-            waiting = self._tally(ballot).promised
-            others = [place for place in range(len(self.members)) if place not in waiting]
             is_late = self._now() - self._wanted_s[ballot] > 2 * self._silence_s(0)
             if ballot > max(self.ballot, self.acceptor.promised) and (
-                is_late or not is_quorum(len(self.members), others)
+                is_late or not self._tally(ballot).leaves_quorum
             ):
                 return ballot
         return None
@@ -400,7 +412,7 @@ class SwarmRound:
         while not self._is_over(ballot, began_s):
             if tally.has_promises and (ballot == 0 or self._has_waited(tally, began_s)):
                 break
-            await self._changed.wait(_RETRY_S)
+            await self._wait_heard(_RETRY_S)
         else:
             return
         value = tally.bound_value() if tally.proposal is None else tally.proposal
@@ -425,7 +437,7 @@ class SwarmRound:
             if num_votes != tally.num_votes:
                 num_votes = tally.num_votes
                 self._tell()  # 'k of n accepted': followers wait on while this is said
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
 
     def _is_over(self, ballot: int, began_s: float) -> bool:
         """Whether this ballot is no longer worth leading; chooses the next one to follow."""
@@ -446,13 +458,25 @@ class SwarmRound:
         """Whether all but those who are suspected have promised, or have had the time to: else they are
         dropped.
         """
-        waiting = [p for p in range(len(self.members)) if p not in tally.promised and p not in self._suspects]
+        here = dict.fromkeys([*tally.promised, *self._suspects])
+        waiting = [place for place in range(len(self.members)) if place not in here]
         return not waiting or self._now() - began_s > 2 * self._silence_s(0)
 
     def _present_quorum(self) -> bool:
+        """Whether a quorum has been heard lately; looked at anew every tenth of a second."""
         now_s = self._now()
-        present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
-        return is_quorum(len(self.members), present)
+        seen_s, is_present = self._quorum_seen
+        if now_s - seen_s >= _RETRY_S:
+            present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
+            is_present = is_quorum(len(self.members), present)
+            self._quorum_seen = now_s, is_present
+        return is_present
+
+    async def _wait_heard(self, timeout_s: float) -> None:
+        """Waits for something new. Many members say much: what has come is then looked at together."""
+        await self._changed.wait(timeout_s)
+        if len(self.members) > _MANY_MEMBERS and self.decision is None:
+            await asyncio.sleep(_TICK_S)
 
     def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
         """Whether a member has been heard lately, be it in the round before: who is not is not waited for."""
@@ -513,7 +537,7 @@ class SwarmRound:
                 waits_s = self._now()
             elif self._now() - waits_s > ADMIT_S:
                 return True
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
         return False
 
     def _is_enough(self) -> bool:
@@ -558,7 +582,7 @@ class SwarmRound:
             awaited = [p for p in range(len(self.members)) if p not in arrived]
             if not any(self._is_present(place, self._now()) for place in awaited):
                 break
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
         registered = {place: one.registration for place, one in self._followers.items() if one.registration}
         if self._registration is not None:
             registered[self.me] = self._registration
@@ -605,7 +629,7 @@ class SwarmRound:
             if len(reduction.lost) != num_lost:
                 num_lost = len(reduction.lost)
                 self._tell()
-            await self._changed.wait(_RETRY_S)
+            await self._wait_heard(_RETRY_S)
 
     def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
         context, now_s = self._context, self._now()

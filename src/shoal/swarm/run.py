@@ -632,7 +632,7 @@ class SwarmRun:
         round_ = await self._round_of(fork, number)
         until = Deadline.after(_ROUND_S)
         while round_.reduction is None and not until.is_past:
-            await round_.wait_changed(until.remaining_s)
+            await round_.wait_news(until.remaining_s)
         if round_.reduction is None:
             raise PeerBusy("This member has no plan yet.")
         return round_.reduction
