@@ -58,15 +58,23 @@ def num_messages():
     return virtual(main())
 
 
+@pytest.fixture
+def group_size(request, monkeypatch):
+    """More contributors than this average on two levels; usually that begins far above five peers."""
+    monkeypatch.setattr("shoal.swarm.plan.GROUP", request.param)
+
+
+@pytest.mark.parametrize("group_size", [32, 2], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_round_survives_a_fault_at_some_message(kind):
+def test_a_round_survives_a_fault_at_some_message(kind, group_size):
     virtual(survive(kind, 8 * KINDS.index(kind)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("group_size", [32, 2], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_round_survives_a_fault_at_every_message(kind):
+def test_a_round_survives_a_fault_at_every_message(kind, group_size):
     for message in range(num_messages()):
         virtual(survive(kind, message))
 

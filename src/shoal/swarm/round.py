@@ -29,7 +29,15 @@ import msgspec
 from shoal.core import Deadline, LimitExceeded, Scope, fanout
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
 from shoal.swarm.ledger import FrozenContribution
-from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order
+from shoal.swarm.membership import (
+    MemberContext,
+    MemberPresence,
+    ballot_owner,
+    crowd_factor,
+    lengthen,
+    next_order,
+    shorten,
+)
 from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
 from shoal.swarm.wire import (
@@ -48,6 +56,7 @@ from shoal.swarm.wire import (
     Registration,
     RoundPlan,
     RoundStatus,
+    ShortCommit,
     SwarmMember,
 )
 from shoal.transport import Reply
@@ -62,8 +71,6 @@ ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
 _RETRY_S = 0.1
 _TICK_S = 0.25
-_MANY_MEMBERS = 64
-"""From here on the owner of a ballot looks over its members every quarter of a second, not at every word."""
 _LONGEST_REGISTER_S = 15.0
 _SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
 
@@ -99,12 +106,14 @@ class SwarmRound:
         self.ballot = 0
         """The ballot that this member follows or leads."""
         self._context = context
+        self._crowd = crowd_factor(len(members))
         self._tenure = tenure
         self._tallies: dict[int, BallotTally] = {}
         self._followers: dict[int, _Follower] = {}
         self._wanted_s: dict[int, float] = {}
         """Ballots of this member's that others have gone on to, and since when."""
         self._suspects: dict[int, None] = {}
+        self._shortened: dict[bytes, ShortCommit] = {}
         self._considered: dict[int, None] = {}
         self._frozen: FrozenContribution | None = None
         self._registration: Registration | None = None
@@ -176,8 +185,12 @@ class SwarmRound:
         self._changed.fire()
 
     def _silence_s(self, ballot: int) -> float:
-        base_s: float = SILENCE_S * self._context.settings.patience
-        return base_s * float(min(2**ballot, LONGEST_SILENCE_S))
+        return self._patient_s * self._crowd * float(min(2**ballot, LONGEST_SILENCE_S))
+
+    @property
+    def _patient_s(self) -> float:
+        """After so long something that is on its way to this member alone is late."""
+        return SILENCE_S * self._context.settings.patience
 
     # --- following ---
 
@@ -231,7 +244,7 @@ class SwarmRound:
             self.acceptor.promised,
             self.acceptor.accepted_ballot,
             self._registration,
-            context.ledger.num_ready,
+            context.ledger.num_ready if self._crowd == 1 else None,  # many tell of it with their beats
             context.is_ready,
             context.is_leaving,
             self._wanted_ballot(),
@@ -269,11 +282,17 @@ class SwarmRound:
             self._begin(status.plan)
         if status.lost and self.reduction is not None:
             self.reduction.name_lost(status.lost)
-        if status.decision is not None:
-            self.decide(status.decision)
+        accepted = self.acceptor.accepted
+        if status.finished is not None:
+            self.decide(status.finished)
+        elif status.decided and accepted is not None and accepted.digest == status.decided:
+            self.decide(accepted)
+        elif status.decision is not None:
+            self.decide(lengthen(status.decision, self.members, self.plan))
         elif status.proposal is not None and ballot not in self._considered and self._scope is not None:
             self._considered[ballot] = None
-            self._scope.start_soon(self._consider(ballot, status.proposal), name="consider a proposal")
+            proposal = lengthen(status.proposal, self.members, self.plan)
+            self._scope.start_soon(self._consider(ballot, proposal), name="consider a proposal")
         self.stage = status.stage
 
     def _register(self) -> None:
@@ -297,6 +316,7 @@ class SwarmRound:
         self.reduction = Reduction(plan, self.me, (self.fork, self.number), self._context)
         self.reduction.held = self.held
         self._scope.start_soon(self.reduction.reduce(), name="reduce")
+        self._scope.start_soon(self.reduction.lead(self._call), name="lead a group")
         if self._frozen is not None and self.me in plan.contributors:
             sending = self.reduction.send(self._call, self._context.ledger, self._frozen)
             self._scope.start_soon(sending, name="send parts")
@@ -332,7 +352,7 @@ class SwarmRound:
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
             self._hear(place, request)
-            until_s = self._now() + BEAT_S
+            until_s = self._now() + BEAT_S * self._crowd
             while self._version == request.seen and self.decision is None and self._now() < until_s:
                 await self._news.wait(until_s - self._now())
             presence.heard_s = self._now()
@@ -369,17 +389,28 @@ class SwarmRound:
         tally = self._tallies.get(request.ballot)
         proposal = tally.proposal if tally else None
         has_voted = request.accepted_ballot == request.ballot  # not: under a lower one
+        decision = self.decision
+        is_known = decision is not None and request.accepted_digest == decision.digest
         return RoundStatus(
             version=self._version,
             ballot=self.acceptor.promised,
             stage=self.stage if is_leading else GATHER,
             plan=None if request.has_plan else self.plan,
             lost=tuple(self.reduction.lost) if self.reduction and is_leading else (),
-            proposal=None if has_voted else proposal,
+            proposal=None if has_voted or decision else self._short(proposal),
             num_accepted=tally.num_votes if tally else 0,
-            decision=self.decision,
+            decision=None if is_known else self._short(decision),
+            decided=decision.digest if decision is not None and is_known else b"",
             has_quorum=self._present_quorum(),
         )
+
+    def _short(self, commit: Commit | None) -> ShortCommit | None:
+        """Shortens a commit for members of this round, once for all of them."""
+        if commit is None:
+            return None
+        if commit.digest not in self._shortened:
+            self._shortened[commit.digest] = shorten(commit, self.members, self.plan)
+        return self._shortened[commit.digest]
 
     def _tally(self, ballot: int) -> BallotTally:
         if ballot not in self._tallies:
@@ -460,7 +491,7 @@ class SwarmRound:
         """
         here = dict.fromkeys([*tally.promised, *self._suspects])
         waiting = [place for place in range(len(self.members)) if place not in here]
-        return not waiting or self._now() - began_s > 2 * self._silence_s(0)
+        return not waiting or self._now() - began_s > 2 * self._patient_s
 
     def _present_quorum(self) -> bool:
         """Whether a quorum has been heard lately; looked at anew every tenth of a second."""
@@ -475,7 +506,7 @@ class SwarmRound:
     async def _wait_heard(self, timeout_s: float) -> None:
         """Waits for something new. Many members say much: what has come is then looked at together."""
         await self._changed.wait(timeout_s)
-        if len(self.members) > _MANY_MEMBERS and self.decision is None:
+        if self._crowd > 1 and self.decision is None:
             await asyncio.sleep(_TICK_S)
 
     def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
@@ -483,11 +514,11 @@ class SwarmRound:
         if place == self.me:
             return True
         presence = self._presence_of(place, now_s)
-        limit_s = SILENCE_S * self._context.settings.patience
         # a follower ends its call to make another one when it has something new to tell
-        grace_s = GONE_SHARE * limit_s
+        grace_s = GONE_SHARE * self._patient_s
         has_closed = presence.closed_s is not None and now_s - presence.closed_s > grace_s
-        return not has_closed and now_s - presence.heard_s < factor * limit_s + BEAT_S
+        limit_s = (factor * self._patient_s + BEAT_S) * self._crowd
+        return not has_closed and now_s - presence.heard_s < limit_s
 
     async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
         """Makes the commit that a free ballot proposes; None where the ballot is over."""
@@ -535,7 +566,7 @@ class SwarmRound:
                 waits_s = None
             elif waits_s is None:
                 waits_s = self._now()
-            elif self._now() - waits_s > ADMIT_S:
+            elif self._now() - waits_s > ADMIT_S * self._crowd:
                 return True
             await self._wait_heard(_TICK_S)
         return False
@@ -605,7 +636,7 @@ class SwarmRound:
         """Takes all parts, and names the reducers that are silent; None where the ballot is over."""
         assert self.reduction is not None
         reduction, reduce_began_s = self.reduction, self._now()
-        give_up_s = self._silence_s(0)
+        give_up_s = self._patient_s
         outcomes: list[Any] = await fanout(
             [reduction.take_all(self._call, give_up_s), self._while_leading(ballot, began_s, reduction)],
             Deadline.never(),
@@ -622,7 +653,7 @@ class SwarmRound:
         num_lost = 0
         while not self._is_over(ballot, began_s):
             plan = reduction.plan
-            used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors])
+            used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors, *sum(plan.leaders, ())])
             silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
             if any(place not in reduction.lost for place in silent):
                 reduction.name_lost(silent)
@@ -668,7 +699,7 @@ class SwarmRound:
             return False
         presence = self._presence_of(place, now_s)
         is_suspect = place in self._suspects and place not in self._followers
-        return is_suspect or presence.is_gone(now_s, self._context.settings.patience)
+        return is_suspect or presence.is_gone(now_s, self._context.settings.patience, self._crowd)
 
     def _presence_of(self, place: int, now_s: float) -> MemberPresence:
         """Says when a member was heard; one that was not heard yet has as long as others from now on.
@@ -680,10 +711,11 @@ class SwarmRound:
 
     def _admissible(self, now_s: float) -> list[SwarmMember]:
         """Lists those who want to join and are at most one commit behind."""
+        limit_s = 2 * SILENCE_S * self._crowd
         latest = {
             member.id_bytes: member
             for member, (heard_s, number) in sorted(self._context.joiners.items(), key=lambda one: one[1][0])
-            if member not in self.members and number >= self.number - 1 and now_s - heard_s < 2 * SILENCE_S
+            if member not in self.members and number >= self.number - 1 and now_s - heard_s < limit_s
         }
         return sorted(latest.values())
 

@@ -40,7 +40,7 @@ from shoal.core import (
 )
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.ledger import SampleLedger
-from shoal.swarm.membership import MemberContext, SwarmSettings
+from shoal.swarm.membership import MemberContext, SwarmSettings, crowd_factor
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
 from shoal.swarm.reduction import HeldPart, Reduction, assemble, fetch_parts
 from shoal.swarm.round import SwarmRound
@@ -430,7 +430,7 @@ class SwarmRun:
             with contextlib.suppress(ShoalError):
                 await self._come_closer(found)
             if not self.is_member:
-                await self._changed.wait(_JOIN_TICK_S)
+                await self._changed.wait(_JOIN_TICK_S * crowd_factor(len(found.members)))
         self.ledger.reconcile(self.state.descends_from)
 
     def _may_begin(self, alone_s: float) -> bool:
@@ -606,7 +606,7 @@ class SwarmRun:
 
     async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
         status = await self._status_of(request)
-        if status.decision is not None and self.has_left:
+        if (status.decision or status.decided or status.finished) and self.has_left:
             self._told[request.member] = None
             self._changed.fire()
         return status
@@ -615,7 +615,11 @@ class SwarmRun:
         is_ours = request.fork == self.state.fork
         if is_ours and request.round < self.state.round:
             finished = self._finished.get(request.round)
-            return RoundStatus(decision=finished.commit) if finished else RoundStatus(problem="too old")
+            if finished is None:
+                return RoundStatus(problem="too old")
+            digest = finished.commit.digest
+            is_known = request.accepted_digest == digest
+            return RoundStatus(decided=digest) if is_known else RoundStatus(finished=finished.commit)
         if not is_ours and self.state.descends_from(request.fork, request.round + 1):
             return RoundStatus(problem="too old")
         try:
