@@ -335,7 +335,7 @@ class SwarmRun:
         average = assemble(commit.plan, commit.parts, held) if commit.kind == STEP and commit.plan else None
         self.state.apply(commit, average)
         self.ledger.settle(commit, place)
-        self.history.append((commit.fork, commit.round, self.state.name))
+        self.history.append((self.state.fork, commit.round, self.state.name))
         self.num_commits += 1
         self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
@@ -399,7 +399,8 @@ class SwarmRun:
     def _is_joining(self, pinned: str) -> bool:
         """Whether somebody has lately asked for what those who join need."""
         asked_s = max(self._join_asked_s, self._donor.asked_s.get(pinned, 0.0))
-        return asyncio.get_running_loop().time() - asked_s < PIN_S * self.settings.patience
+        limit_s = PIN_S * self.settings.patience * crowd_factor(len(self.members))
+        return asyncio.get_running_loop().time() - asked_s < limit_s
 
     def _wake(self) -> None:
         if self.round is not None:
@@ -472,7 +473,7 @@ class SwarmRun:
             calls, Deadline.after(2 * _ASK_S), is_enough=lambda done: len(_replies(done)) >= 3
         )
         replies = [reply for reply in _replies(answers) if reply.run == self.run]
-        return max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
+        return max(replies, key=_how_far, default=None)
 
     async def _come_closer(self, found: JoinReply) -> None:
         """Takes the run's state where it must, applies the commits since, and asks to be listed."""
@@ -704,6 +705,10 @@ def _num_bytes(buffers: Sequence[Any]) -> int:
 
 def _pinned_state(answer: Any) -> str:
     return answer.pinned_state if isinstance(answer, JoinReply) else ""
+
+
+def _how_far(reply: JoinReply) -> tuple[int, bytes, int, int]:
+    return reply.samples, reply.fork, reply.pinned_round, reply.round
 
 
 def _replies(answers: Sequence[Any]) -> list[JoinReply]:
