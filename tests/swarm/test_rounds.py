@@ -338,6 +338,30 @@ def test_a_stopped_member_costs_others_five_seconds_at_most(place):
     virtual(main())
 
 
+@pytest.mark.parametrize("many", [64, 2])
+def test_a_large_swarm_takes_its_time_and_still_admits_and_drops(many, monkeypatch):
+    """With three times as many members as speak often, beats and silences are three times as long."""
+    monkeypatch.setattr("shoal.swarm.membership.MANY_MEMBERS", many)
+
+    async def main():
+        async with World() as world:
+            await world.start_all(6)
+            await contribute(world, 0)
+            world.num_calls = 0
+            await asyncio.sleep(30)
+            assert (world.num_calls < 5 * 30 / 0.5) == (many == 2)  # five followers, a call at each beat
+            joiner = await world.start(6, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.num_steps == 1
+            world.kill(int(joiner.members[0].host[1:]))
+            await world.wait(lambda: all(len(run.members) == 6 for run in world.alive().values()))
+            await contribute(world, 1)
+            world.check()
+            world.check_samples()
+
+    virtual(main())
+
+
 def events_per_call(num_peers):
     """What the loop does for each call of the protocol while a swarm computes and no round begins."""
 

@@ -136,7 +136,6 @@ def next_order(
     The coordinator stays for up to 20 rounds while it is listed; the rest, and its successor, come by a hash
     that nobody chooses. Who cannot be reached stands at the end.
     """
-
     ordered = list(_by_hash(state, tuple(members)))
     stays = coordinator in ordered and coordinator.is_reachable and tenure < MAX_TENURE
     if stays:

@@ -162,7 +162,7 @@ class Reduction:
         self._claimed: dict[int, None] = {}
         """The parts whose place has been written, or is about to be."""
         self._inbox: dict[tuple[int, int], dict[int, _Arrived]] = {}
-        """By part and attempt, what each sender has given; at attempt 0 the senders are this member's group."""
+        """By part and attempt, what each sender has given; attempt 0 is for this member's own group."""
         self._settled: dict[tuple[int, int], dict[int, None]] = {}
         """The contributors of which nothing more is waited for."""
         self._refused: dict[tuple[int, int], dict[int, None]] = {}
@@ -362,7 +362,7 @@ class Reduction:
         await self._deliver(due, send)
 
     async def lead(self, call: Call) -> None:
-        """Passes on the averages of this member's group; ends when cancelled, or at once where it leads none."""
+        """Passes on averages of the group that this member leads, if it leads one; ends when cancelled."""
         plan = self.plan
         led = [part for part in range(plan.num_parts) if plan.leader(part, self._me) == self._me]
 

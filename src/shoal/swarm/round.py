@@ -451,11 +451,15 @@ class SwarmRound:
             value = await self._make_value(ballot, began_s)
         if value is None:
             return
-        if tally.proposal is None:
+        while tally.proposal is None:
             await self.hold(value)
             if self.acceptor.promised > ballot or self.acceptor.is_closed:
                 return
-            tally.propose(value)
+            bound = tally.bound_value()  # a promise that came meanwhile may tell of a vote
+            if bound is None or bound == value:
+                tally.propose(value)
+            else:
+                value = bound
         if self.acceptor.accept(ballot, value):
             tally.add_vote(self.me, value.digest)
         self.stage = COMMIT
