@@ -484,7 +484,10 @@ class SwarmRun:
             if found.pinned_round < 0:
                 await self._tell(asked, JoinRunRequest(self.run, self.context.me, found.fork, -1))
                 return
-            await self._take_state(found, [member.peer for member in asked])
+            donors = asked
+            if len(asked) > MAX_DONORS:  # not all joiners from the same ones, nor from the coordinator
+                donors = self.choice.sample(asked[1:], min(MAX_ASKED, len(asked) - 1))
+            await self._take_state(found, [member.peer for member in donors])
         for commit in await self._commits_since(asked):
             held: dict[tuple[int, bytes], HeldPart] = {}
             if commit.kind == END or not await self._hold(commit, held, asked):
