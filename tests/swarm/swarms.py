@@ -34,6 +34,8 @@ def peer_id(number):
 class World:
     """A network and the peers on it; `fault(message)` is asked before each call of the protocol."""
 
+    make_transport = staticmethod(lambda *where: CountedTransport(*where))
+
     def __init__(self, conditions=None, seed=0, num_elements=NUM_ELEMENTS, **settings):
         self.network = MemoryNetwork(conditions, seed)
         self.settings = SwarmSettings(**({"target_samples": 10, "minority_after_s": 20.0} | settings))
@@ -60,7 +62,7 @@ class World:
 
     async def start(self, number, contacts=None, find=None, identity=None, **options):
         host = f"p{number}"
-        transport = CountedTransport(self, number, self.network.host(host), peer_id(identity or number))
+        transport = self.make_transport(self, number, self.network.host(host), peer_id(identity or number))
         await self._stack.enter_async_context(transport)
         address = await transport.listen(Address(host, 0))
         if contacts is None:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from shoal.swarm.membership import lengthen, next_order, shorten
 from shoal.swarm.plan import LARGEST_PART_BYTES, make_plan, shares
-from shoal.swarm.wire import Registration, SwarmMember
+from shoal.swarm.wire import Commit, Registration, SwarmMember
 
 
 def members(num):
@@ -55,3 +56,30 @@ def test_those_left_out_or_of_another_model_do_not_take_part():
 
 def test_no_samples_no_plan():
     assert make_plan(members(2), {0: Registration(0, 100), 1: Registration(0, 100)}, 100) is None
+
+
+def test_many_contributors_average_in_groups():
+    registered = {place: Registration(1, 2**20) for place in range(100)}
+    plan = make_plan(members(100), registered, 2**20)
+    assert plan.bounds[0] == 0
+    assert plan.bounds[-1] == 2**20
+    assert len(plan.leaders) == 4
+    for group, leaders in enumerate(plan.leaders):
+        assert len(leaders) == plan.num_parts == len(plan.backups)
+        assert all(leader % 4 == group for leader in leaders)
+        assert len(set(leaders)) == 25  # all of a group share its work
+    assert 0 not in plan.reducers
+    assert all(backup not in (-1, owner) for owner, backup in zip(plan.reducers, plan.backups, strict=True))
+
+
+def test_a_commit_travels_as_a_difference():
+    *before, joiner = members(21)
+    before = tuple(before)
+    for coordinator, tenure in ((3, 1), (3, 20), (19, 1)):
+        kept = [one for place, one in enumerate(before) if place not in (5, 7)]
+        after, _ = next_order(b"state", [*kept, joiner], before[coordinator], tenure)
+        commit = Commit(b"fork", 4, b"state", "abort", after)
+        short = shorten(commit, before, None)
+        assert short.added == (joiner,)
+        assert lengthen(short, before, None) == commit
+        assert lengthen(short, before, None).digest == commit.digest

@@ -7,7 +7,7 @@ import torch
 
 from shoal.core import Deadline, PeerRefused
 from shoal.swarm import CommittedState, SwarmSettings
-from shoal.swarm.wire import ABORT, FOLLOW, FollowRequest
+from shoal.swarm.wire import ABORT, FOLLOW, PART, FollowRequest
 from shoal.tensors import Float16, Int8, TopK
 from shoal.transport import Conditions, Profile
 from swarm.swarms import World, gradient, virtual
@@ -357,3 +357,105 @@ def test_a_stopped_member_costs_others_five_seconds_at_most(place):
             world.check_samples()
 
     virtual(main())
+
+
+@pytest.mark.parametrize("many", [64, 2])
+def test_a_large_swarm_takes_its_time_and_still_admits_and_drops(many, monkeypatch):
+    """With three times as many members as speak often, beats and silences are three times as long."""
+    monkeypatch.setattr("shoal.swarm.membership.MANY_MEMBERS", many)
+
+    async def main():
+        async with World() as world:
+            await world.start_all(6)
+            await contribute(world, 0)
+            world.num_calls = 0
+            await asyncio.sleep(30)
+            assert (world.num_calls < 5 * 30 / 0.5) == (many == 2)  # five followers, a call at each beat
+            joiner = await world.start(6, may_found=False)
+            await world.wait(lambda: joiner.is_member)
+            assert joiner.state.num_steps == 1
+            world.kill(int(joiner.members[0].host[1:]))
+            await world.wait(lambda: all(len(run.members) == 6 for run in world.alive().values()))
+            await contribute(world, 1)
+            world.check()
+            world.check_samples()
+
+    virtual(main())
+
+
+def events_per_call(num_peers):
+    """What the loop does for each call of the protocol while a swarm computes and no round begins."""
+
+    async def main():
+        async with World(target_samples=10**6) as world:
+            await world.start_all(num_peers)
+            loop, num_events = asyncio.get_running_loop(), 0
+            call_soon = loop.call_soon
+
+            def counted(callback, *args, context=None):
+                nonlocal num_events
+                num_events += 1
+                return call_soon(callback, *args, context=context)
+
+            loop.call_soon, world.num_calls = counted, 0
+            for key, run in enumerate(world.runs.values()):
+                run.add(gradient(key), 1)
+                await asyncio.sleep(0.01)
+            del loop.call_soon
+            return num_events / world.num_calls
+
+    return virtual(main())
+
+
+def test_groups_average_and_then_their_averages(monkeypatch):
+    """On two levels the same goes in as on one, whoever does the averaging."""
+    monkeypatch.setattr("shoal.swarm.plan.GROUP", 3)
+
+    async def main():
+        async with World(num_elements=13_000, target_samples=28) as world:
+            await world.start_all(7)
+            for number, run in world.runs.items():
+                run.add(gradient(number, 13_000), number + 1)
+            await world.wait(lambda: all(run.state.num_steps for run in world.runs.values()))
+            mean = sum(gradient(number, 13_000) * (number + 1) for number in range(7)) / 28
+            expected = CommittedState(torch.zeros(13_000), world.optimizer, b"")
+            world.optimizer.step(expected.parameters, mean, expected.kept)
+            plans = [commit.plan for commit, _ in world.commits.values() if commit.plan]
+            assert [len(plan.leaders) for plan in plans] == [3]
+            assert torch.allclose(world.runs[0].state.parameters, expected.parameters, atol=1e-5)
+            assert len({run.state.fingerprint() for run in world.runs.values()}) == 1
+            assert all(run.ledger.num_committed == number + 1 for number, run in world.runs.items())
+            world.check()
+            world.check_samples()
+
+    virtual(main())
+
+
+def test_a_group_without_its_leaders_sends_on_its_own(monkeypatch):
+    monkeypatch.setattr("shoal.swarm.plan.GROUP", 3)
+
+    async def main():
+        async with World(num_elements=13_000, target_samples=30) as world:
+            await world.start_all(7)
+
+            def fault(message, sender, method):
+                round_ = world.runs[sender].round
+                if method == PART and len(world.alive()) == 7:
+                    leaders = [place for place in sum(round_.plan.leaders, ()) if place]
+                    victim = next(place for place in leaders if place not in round_.plan.reducers)
+                    world.kill(int(round_.members[victim].host[1:]))
+
+            world.fault = fault
+            for number, one in world.runs.items():
+                one.add(gradient(number, 13_000), 5)
+            await world.wait(lambda: all(one.state.num_steps for one in world.alive().values()))
+            assert len(world.alive()) == 6
+            assert all(one.ledger.num_committed == 5 for one in world.alive().values())
+            world.check()
+            world.check_samples()
+
+    virtual(main())
+
+
+def test_a_large_swarm_has_no_more_to_do_for_each_call():
+    assert events_per_call(24) < 1.3 * events_per_call(6)

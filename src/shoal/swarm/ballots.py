@@ -60,9 +60,12 @@ class BallotTally:
     def __init__(self, num_voters: int, ballot: int) -> None:
         self.ballot = ballot
         self.proposal: Commit | None = None
+        self._digest = b""
         self._num_voters = num_voters
         self._promises: dict[int, tuple[int, Commit | None]] = {}
         self._votes: dict[int, bytes] = {}
+        self._voters: dict[bytes, dict[int, None]] = {}
+        """Who has accepted the value of this hash."""
 
     @property
     def promised(self) -> list[int]:
@@ -75,14 +78,20 @@ class BallotTally:
         return self.ballot == 0 or is_quorum(self._num_voters, self._promises)
 
     @property
+    def leaves_quorum(self) -> bool:
+        """Whether those who have not promised could decide without those who have."""
+        others = [place for place in range(self._num_voters) if place not in self._promises]
+        return is_quorum(self._num_voters, others)
+
+    @property
     def num_votes(self) -> int:
         """How many have accepted the proposal."""
-        return len(self._voters())
+        return len(self._accepted())
 
     @property
     def is_decided(self) -> bool:
         """Whether a quorum has accepted the proposal."""
-        return self.proposal is not None and is_quorum(self._num_voters, self._voters())
+        return self.proposal is not None and is_quorum(self._num_voters, self._accepted())
 
     def add_promise(self, place: int, accepted_ballot: int, accepted: Commit | None) -> bool:
         """Notes a promise with what was accepted under lower ballots; False where it was known."""
@@ -95,9 +104,14 @@ class BallotTally:
 
     def add_vote(self, place: int, digest: bytes) -> bool:
         """Notes a vote under this ballot; False where it was known."""
-        is_new = self._votes.get(place) != digest
+        known = self._votes.get(place)
+        if known == digest:
+            return False
+        if known is not None:
+            del self._voters[known][place]
         self._votes[place] = digest
-        return is_new
+        self._voters.setdefault(digest, {})[place] = None
+        return True
 
     def bound_value(self) -> Commit | None:
         """Gives the value that must be proposed: the accepted one of the highest ballot; None: any may be."""
@@ -110,10 +124,7 @@ class BallotTally:
         bound = self.bound_value()
         if self.proposal is not None or not self.has_promises or (bound is not None and bound != value):
             raise ShoalError(f"Ballot {self.ballot} must not propose this commit.")
-        self.proposal = value
+        self.proposal, self._digest = value, value.digest
 
-    def _voters(self) -> list[int]:
-        if self.proposal is None:
-            return []
-        digest = self.proposal.digest
-        return [place for place, voted in self._votes.items() if voted == digest]
+    def _accepted(self) -> Collection[int]:
+        return () if self.proposal is None else self._voters.get(self._digest, ())

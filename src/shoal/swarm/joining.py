@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,13 +41,14 @@ _TRANSFER_S = 600.0
 class RunStateTaker:
     """Takes the state that a run's members keep for those who join; what has come stays when it fails."""
 
-    def __init__(self, transport: Transport, run: str) -> None:
+    def __init__(self, transport: Transport, run: str, choice: random.Random | None = None) -> None:
         self.blamed: dict[Peer, str] = {}
         """Donors that sent wrong bytes."""
         self.helpers: list[Peer] = []
         """Those who keep something: the first three members in the order, and the donors."""
         self._transport = transport
         self._run = run
+        self._choice = choice or random.SystemRandom()
         self.trusted: dict[Peer, None] = {}
         """Members that are listed for long, as most of those say who were asked."""
         self._taker: tuple[str, StateTaker] | None = None
@@ -86,6 +88,8 @@ class RunStateTaker:
         PeerLost and DeadlineExceeded when it does not come; called again it goes on.
         """
         peers = [member.peer for member in found.members if member.is_reachable]
+        if len(peers) > MAX_DONORS:  # not all joiners from the same ones, nor from the coordinator
+            peers = self._choice.sample(peers[1:], len(peers) - 1)
         peers.sort(key=lambda peer: peer not in self.trusted)
         request = JoinRunRequest(self._run, state=self.taking)
         calls = [self._ask(peer, request, _ASK_S) for peer in peers[:MAX_ASKED]]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shoal.core import UsageError
-from shoal.swarm.state import credited_samples, places_in
+from shoal.swarm.state import credited_samples
 from shoal.swarm.wire import STEP, Commit
 from shoal.tensors import Codec, Encoded, Plain, decode
 
@@ -167,7 +167,7 @@ class SampleLedger:
         missing = []
         for part, result in enumerate(commit.parts):
             begin, end = plan.bounds[part], plan.bounds[part + 1]
-            if index not in places_in(result.bitmap, len(plan.contributors)):
+            if not int.from_bytes(result.bitmap, "little") >> index & 1:
                 missing.append((begin, end))
             elif self._residual is not None or part in frozen.rests:
                 if self._residual is None:

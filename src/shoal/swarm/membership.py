@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,7 +15,15 @@ import msgspec
 from shoal.core import AdaptiveDeadline
 from shoal.core.limits import FailureBackoff
 from shoal.swarm.ledger import SampleLedger
-from shoal.swarm.wire import Broadcast, SwarmMember
+from shoal.swarm.wire import (
+    Broadcast,
+    Commit,
+    RoundPlan,
+    ShortCommit,
+    SwarmMember,
+    from_bitmap,
+    to_bitmap,
+)
 from shoal.tensors import Codec
 from shoal.transport import Reply
 
@@ -23,6 +32,8 @@ MAX_TENURE = 20
 """Rounds for which the same member coordinates."""
 DROP_S = 5.0
 """A commit drops a member that was silent for so long."""
+MANY_MEMBERS = 64
+"""From here on members speak less often, so that their coordinator hears as much as from so many."""
 CLOSED_S = 1.0
 """A commit drops a member whose connection closed, and that has not come back for so long."""
 
@@ -52,10 +63,10 @@ class MemberPresence:
     heard_s: float
     closed_s: float | None = None
 
-    def is_gone(self, now_s: float, patience: float) -> bool:
+    def is_gone(self, now_s: float, patience: float, crowd: float = 1.0) -> bool:
         """Tells whether a commit should drop it."""
         has_closed = self.closed_s is not None and now_s - self.closed_s > CLOSED_S * patience
-        return has_closed or now_s - self.heard_s > DROP_S * patience
+        return has_closed or now_s - self.heard_s > DROP_S * patience * crowd
 
 
 @dataclass
@@ -116,6 +127,11 @@ class MemberContext:
                 self.stalled_s += late_s
 
 
+def crowd_factor(num_members: int) -> float:
+    """Says how many times as long a large swarm waits between beats, for silence, and to admit members."""
+    return max(1.0, num_members / MANY_MEMBERS)
+
+
 def next_order(
     state: bytes, members: Sequence[SwarmMember], coordinator: SwarmMember, tenure: int
 ) -> tuple[tuple[SwarmMember, ...], int]:
@@ -124,12 +140,7 @@ def next_order(
     The coordinator stays for up to 20 rounds while it is listed; the rest, and its successor, come by a hash
     that nobody chooses. Who cannot be reached stands at the end, and after all who vote those who don't.
     """
-
-    def rank(member: SwarmMember) -> tuple[bool, bool, bytes]:
-        fact = state + member.id_bytes + member.start_number.to_bytes(8, "big")
-        return not member.votes, not member.is_reachable, hashlib.sha256(fact).digest()
-
-    ordered = sorted(members, key=rank)
+    ordered = list(_by_hash(state, tuple(members)))
     stays = coordinator in ordered and coordinator.is_reachable and tenure < MAX_TENURE
     if stays:
         ordered.remove(coordinator)
@@ -137,6 +148,38 @@ def next_order(
     elif len(ordered) > 1 and ordered[0] == coordinator and ordered[1].votes and ordered[1].is_reachable:
         ordered[0], ordered[1] = ordered[1], ordered[0]
     return tuple(ordered), tenure + 1 if stays else 1
+
+
+@functools.lru_cache(maxsize=4)
+def _by_hash(state: bytes, members: tuple[SwarmMember, ...]) -> tuple[SwarmMember, ...]:
+    def rank(member: SwarmMember) -> tuple[bool, bool, bytes]:
+        fact = state + member.id_bytes + member.start_number.to_bytes(8, "big")
+        return not member.votes, not member.is_reachable, hashlib.sha256(fact).digest()
+
+    return tuple(sorted(members, key=rank))
+
+
+def shorten(commit: Commit, members: tuple[SwarmMember, ...], plan: RoundPlan | None) -> ShortCommit:
+    """Leaves out what members of the round know or can find out: its plan, and who stays, in which order."""
+    before, after = dict.fromkeys(members), dict.fromkeys(commit.members)
+    dropped = [place for place, member in enumerate(members) if member not in after]
+    added = tuple(member for member in commit.members if member not in before)
+    stay = tuple(member for member in members if member in after)
+    first = _by_hash(commit.previous, stay + added).index(commit.members[0]) if commit.members else 0
+    is_known = plan is not None and commit.plan == plan
+    told = msgspec.structs.replace(commit, members=(), plan=None if is_known else commit.plan)
+    return ShortCommit(told, to_bitmap(dropped, len(members)), added, first, is_known)
+
+
+def lengthen(short: ShortCommit, members: tuple[SwarmMember, ...], plan: RoundPlan | None) -> Commit:
+    """Makes the whole commit again."""
+    dropped = dict.fromkeys(from_bitmap(short.dropped))
+    stay = tuple(member for place, member in enumerate(members) if place not in dropped)
+    ordered = list(_by_hash(short.commit.previous, stay + short.added))
+    if ordered:
+        ordered.insert(0, ordered.pop(short.first % len(ordered)))
+    found = plan if short.has_known_plan else short.commit.plan
+    return msgspec.structs.replace(short.commit, members=tuple(ordered), plan=found)
 
 
 def ballot_owner(members: Sequence[SwarmMember], ballot: int) -> int:

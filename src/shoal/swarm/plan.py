@@ -9,12 +9,16 @@ solve the same as a linear program.)
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 
 from shoal.swarm.wire import Registration, RoundPlan, SwarmMember
 
 SMALLEST_PART_BYTES = 16 << 10
 LARGEST_PART_BYTES = 1 << 20
+GROUP = 32
+"""More contributors than this average in groups of at most so many, and then the groups' averages."""
 _ALIGNMENT = 16  # elements: float32 parts begin on 64-byte boundaries
 
 
@@ -65,6 +69,13 @@ def make_plan(
     smallest = max(_ALIGNMENT, int(SMALLEST_PART_BYTES / bytes_per_element))
     largest = max(smallest, int(LARGEST_PART_BYTES / bytes_per_element))
     bandwidths = [max(fitting[place].bandwidth, 1e-9) for place in reducers]
+    samples = tuple(fitting[place].samples for place in contributors)
+    if len(contributors) > GROUP:
+        num_parts = max(1, min(max(GROUP, -(-num_elements // largest)), num_elements // smallest))
+        lines = dict(zip(reducers, bandwidths, strict=True))
+        ends, tops, leaders = _in_groups(contributors, lines, num_elements, num_parts)
+        backups = tuple(_backup(owner, part, reducers) for part, owner in enumerate(tops))
+        return RoundPlan(tuple(contributors), samples, ends, tops, backups, reduce_s, leaders)
     wanted = shares(bandwidths, len(contributors))
     # a reducer gets a part at least, so small models have fewer reducers
     num_reducers = max(1, min(sum(share > 0 for share in wanted), num_elements // smallest))
@@ -85,12 +96,42 @@ def make_plan(
     bounds[-1] = num_elements
     return RoundPlan(
         contributors=tuple(contributors),
-        samples=tuple(fitting[place].samples for place in contributors),
+        samples=samples,
         bounds=tuple(bounds),
         reducers=tuple(owners),
         backups=tuple(_backup(owner, part, reducers) for part, owner in enumerate(owners)),
         reduce_s=reduce_s,
     )
+
+
+def _in_groups(
+    contributors: Sequence[int], lines: Mapping[int, float], num_elements: int, num_parts: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Gives the bounds of parts, who averages each over all groups, and who does for each group.
+
+    A member of a group sends and takes as much as in a round of the group alone. What a leader sends on is
+    one part for each that it leads, and who averages over the groups sends that many parts once more.
+    """
+    num_groups = -(-len(contributors) // GROUP)
+    bounds = [num_elements * part // num_parts // _ALIGNMENT * _ALIGNMENT for part in range(num_parts)]
+    # the first in the order has to talk with everybody
+    fastest = sorted(lines, key=lambda place: (-lines[place], -place))[:num_parts]
+    leaders = []
+    for group in range(num_groups):
+        size = sum(place % num_groups == group for place in contributors)
+        own = [place for place in lines if place % num_groups == group]
+        leaders.append(_dealt(own, shares([lines[place] for place in own], size), num_parts))
+    owners = _dealt(fastest, [lines[place] for place in fastest], num_parts)
+    return (*bounds, num_elements), owners, tuple(leaders)
+
+
+def _dealt(places: Sequence[int], weights: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Deals parts in proportion to weights; -1 where there is nobody."""
+    if not places:
+        return (-1,) * num_parts
+    ends = list(itertools.accumulate(weights))
+    found = [bisect.bisect(ends, ends[-1] * (part + 0.5) / num_parts) for part in range(num_parts)]
+    return tuple(places[min(index, len(places) - 1)] for index in found)
 
 
 def _backup(owner: int, part: int, reducers: Sequence[int]) -> int:

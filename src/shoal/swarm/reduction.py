@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,6 +76,15 @@ class HeldPart:
     def reply(self) -> Reply:
         """What is answered to those who take it."""
         return Reply(TakeReply(self.digest, self.bitmap, self.refused, self.meta), self.buffers)
+
+
+class _Arrived(NamedTuple):
+    """Values that came for a part: those of one contributor, or the average of several."""
+
+    places: tuple[int, ...]
+    values: Any
+    squared: float
+    """The square of their norm."""
 
 
 def read_part(reply: Reply, vector: Any = None) -> HeldPart | None:
@@ -139,6 +148,8 @@ class Reduction:
         """The averages that this member has, by part and hash."""
         self.lost: dict[int, None] = {}
         """The places of reducers and contributors that the coordinator has named lost."""
+        self._gone: dict[int, None] = {}
+        """Leaders of this member's group where nobody listens any more."""
         self._me = me
         self._where = where
         self._now_s = context.now_s
@@ -150,8 +161,10 @@ class Reduction:
         """Where averages that travel as they are arrive, each part in its place."""
         self._claimed: dict[int, None] = {}
         """The parts whose place has been written, or is about to be."""
-        self._inbox: dict[tuple[int, int], dict[int, tuple[Any, float]]] = {}
-        """By part and attempt: each contributor's values and their squared norm."""
+        self._inbox: dict[tuple[int, int], dict[int, _Arrived]] = {}
+        """By part and attempt, what each sender has given; attempt 0 is for this member's own group."""
+        self._settled: dict[tuple[int, int], dict[int, None]] = {}
+        """The contributors of which nothing more is waited for."""
         self._refused: dict[tuple[int, int], dict[int, None]] = {}
         self._published: dict[tuple[int, int], HeldPart | None] = {}
         self._ready: dict[tuple[int, int], Broadcast] = {}
@@ -159,53 +172,77 @@ class Reduction:
         self._began_s: dict[int, float] = {}
         """When this member began to wait for parts of each attempt."""
         self._arrivals_s: dict[int, list[float]] = {}
+        self._heard_s: dict[int, float] = {}
+        """When anybody else's values came last, by attempt."""
         self._taken: dict[int, tuple[int, HeldPart]] = {}
         self._taken_changed = Broadcast()
         self._lost_changed = Broadcast()
         self._first_parts: dict[int, int] = {-1: 0}
         for part, places in enumerate(zip(plan.reducers, plan.backups, strict=True)):
-            for place in places:
+            for place in (*places, plan.leader(part, me)):
                 self._first_parts.setdefault(place, part)
-        self._num_places = 1 + max(*plan.contributors, *plan.reducers, me)
+        self._num_places = 1 + max(*self._first_parts, *plan.contributors, me)
+        self._index = {place: index for index, place in enumerate(plan.contributors)}
 
     # --- as a reducer ---
 
     def receive(self, message: PartMessage, buffers: Sequence[Any]) -> None:
-        """Takes a contributor's values; PeerRefused if they are not finite, or not for this member."""
-        key, contributor = (message.part, message.attempt), message.contributor
-        plan = self.plan
-        is_mine = 0 <= message.part < plan.num_parts and plan.reducer(*key) == self._me
-        if not is_mine or message.attempt not in (1, 2) or contributor not in plan.contributors:
+        """Takes the values of a contributor or a group; PeerRefused if they are not finite, or not for this
+        member.
+        """
+        key, sender, plan = (message.part, message.attempt), message.contributor, self.plan
+        is_part = 0 <= message.part < plan.num_parts and 0 <= message.attempt <= 2
+        if not is_part or self._target(*key, sender) != self._me:
             raise PeerRefused("This member does not reduce that part for that contributor.")
-        inbox = self._inbox.setdefault(key, {})
-        self._arrivals_s.setdefault(contributor, []).append(self._now_s())
-        if contributor in inbox or key in self._published:
+        places = self._places_of(message.bitmap) if message.bitmap else (sender,)
+        group = [place for place in plan.contributors if plan.leader(message.part, place) == sender]
+        if any(place not in (group if message.bitmap else plan.contributors) for place in places):
+            raise PeerRefused("This member does not reduce that part for that contributor.")
+        inbox, settled = self._inbox.setdefault(key, {}), self._settled.setdefault(key, {})
+        self._arrivals_s.setdefault(sender, []).append(self._now_s())
+        if sender != self._me:
+            self._heard_s[message.attempt] = self._now_s()
+        if key in self._published or any(place in settled for place in places):
             return  # it came twice, or too late
         size = plan.size(message.part)
         tensor = decode(Encoded(message.meta, list(buffers)), 4 * size)
         fits = tensor.numel() == size and tensor.dtype == torch.float32
         values = tensor.reshape(-1).numpy() if fits else None
         squared = math.nan if values is None else squared_norm(values)
-        if not math.isfinite(squared):
-            self._refused.setdefault(key, {})[contributor] = None
-            self._reduce_if_due(*key, self._now_s())
-            raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
-        inbox[contributor] = values, squared
+        is_finite = math.isfinite(squared)
+        # a leader answers for its whole group: who is not in its average is waited for no longer
+        settled |= dict.fromkeys(group if message.bitmap else places)
+        if is_finite:
+            inbox[sender] = _Arrived(places, values, squared)
+        refused = [place for place in self._places_of(message.refused) if place in group]
+        if not is_finite and not message.bitmap:
+            refused.append(sender)
+        if refused:
+            self._refused.setdefault(key, {}).update(dict.fromkeys(refused))
         self._reduce_if_due(*key, self._now_s())
+        if not is_finite:
+            raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
+
+    def _places_of(self, bitmap: bytes) -> tuple[int, ...]:
+        contributors = self.plan.contributors
+        return tuple(contributors[index] for index in from_bitmap(bitmap) if index < len(contributors))
+
+    def _target(self, part: int, attempt: int, sender: int) -> int:
+        """Gives the place of whom a member sends a part to, at an attempt; -1 for nobody."""
+        return self.plan.reducer(part, attempt) if attempt else self.plan.leader(part, sender)
 
     async def reduce(self) -> None:
         """Averages parts whose missing contributors are silent, and those of lost reducers; the others are
         averaged as they become complete. Ends when cancelled.
         """
-        self._began_s[1] = self._now_s()
+        self._began_s[0] = self._began_s[1] = self._now_s()
         mine = [
             (part, attempt)
             for part in range(self.plan.num_parts)
-            for attempt in (1, 2)
-            if self.plan.reducer(part, attempt) == self._me
+            for attempt in (0, 1, 2)
+            if self._target(part, attempt, self._me) == self._me
         ]
-        while True:
-            mine = [key for key in mine if key not in self._published]
+        while mine := [key for key in mine if key not in self._published]:
             for part, attempt in mine:
                 self._reduce_if_due(part, attempt, self._now_s())
             await self._lost_changed.wait(_RETRY_S)
@@ -217,35 +254,39 @@ class Reduction:
         if attempt == 2 and plan.reducers[part] not in self.lost and key not in self._inbox:
             return
         began_s = self._began_s.setdefault(attempt, now_s)
-        inbox, refused = self._inbox.get(key, {}), self._refused.get(key, {})
-        if len(inbox) + len(refused) < len(plan.contributors) and now_s - began_s < plan.reduce_s:
-            waiting = [place for place in plan.contributors if place not in inbox and place not in refused]
-            if not all(self._is_silent(place, began_s, now_s) for place in waiting):
-                return
-        self._inbox.pop(key, None)
+        if now_s - began_s < plan.reduce_s:
+            settled = self._settled.get(key, {})
+            for place in plan.contributors:
+                is_mine = attempt > 0 or plan.leader(part, place) == self._me
+                if is_mine and place not in settled and not self._is_silent(place, attempt, now_s):
+                    return
+        inbox, refused = self._inbox.pop(key, {}), self._refused.get(key, {})
         self._published[key] = self._average(key, inbox, list(refused)) if inbox else None
         if key in self._ready:
             self._ready.pop(key).fire()
+        if attempt == 0:
+            self._lost_changed.fire()  # there is something to pass on
 
-    def _average(
-        self, key: tuple[int, int], inbox: dict[int, tuple[Any, float]], refused: Sequence[int]
-    ) -> HeldPart:
-        part, plan = key[0], self.plan
-        places = {place: index for index, place in enumerate(plan.contributors)}
-        chosen = [place for place in plan.contributors if place in inbox]
+    def _average(self, key: tuple[int, int], inbox: dict[int, _Arrived], refused: Sequence[int]) -> HeldPart:
+        (part, attempt), plan = key, self.plan
+        index = self._index
+        arrived = [inbox[sender] for sender in sorted(inbox)]
+        weights = [sum(plan.samples[index[place]] for place in one.places) for one in arrived]
         begin, end = plan.bounds[part], plan.bounds[part + 1]
-        is_in_place = self._claim(part)
+        is_in_place = attempt > 0 and self._claim(part)
         out = self._vector[begin:end] if is_in_place else np.empty(end - begin, np.float32)
-        average([(plan.samples[places[place]], *inbox[place]) for place in chosen], out)
+        pairs = zip(weights, arrived, strict=True)
+        average([(weight, one.values, one.squared) for weight, one in pairs], out)
         encoded = self._codec.encode(torch.from_numpy(out))
-        bitmap = to_bitmap([places[place] for place in chosen], len(places))
-        refused_bits = to_bitmap([places[place] for place in refused], len(places))
+        bitmap = to_bitmap([index[place] for one in arrived for place in one.places], len(index))
+        refused_bits = to_bitmap([index[place] for place in refused], len(index))
         is_in_place = is_in_place and encoded.meta.codec == Plain.name
         buffers = tuple(encoded.buffers)
         digest = part_digest(encoded.meta, bitmap, buffers)
         vector = self._vector if is_in_place else None
         held = HeldPart(digest, bitmap, refused_bits, encoded.meta, buffers, vector)
-        self.held[part, digest] = held
+        if attempt:
+            self.held[part, digest] = held
         return held
 
     def _claim(self, part: int) -> bool:
@@ -254,19 +295,37 @@ class Reduction:
         self._claimed.setdefault(part)
         return is_free
 
-    def _is_silent(self, place: int, began_s: float, now_s: float) -> bool:
-        """Whether a contributor is lost, or has sent nothing for max(1 s, 4 × its median gap)."""
+    def _is_silent(self, place: int, attempt: int, now_s: float) -> bool:
+        """Whether a contributor is lost, or has sent nothing for max(1 s, 4 × its median gap).
+
+        One that has sent nothing yet may still be busy with its parts for other reducers: it has twice the
+        time that those took who have sent, and while nobody has, nothing is known of it.
+        """
         if place in self.lost:
             return True
-        arrivals = self._arrivals_s.get(place, [])
+        arrivals, began_s = self._arrivals_s.get(place, []), self._began_s[attempt]
         gaps = [after - before for before, after in itertools.pairwise(arrivals)]
-        limit_s = max(self._silence_s, _GAP_FACTOR * statistics.median(gaps)) if gaps else self._silence_s
-        return now_s - max([began_s, *arrivals[-1:]]) > limit_s
+        if gaps:
+            limit_s = max(self._silence_s, _GAP_FACTOR * statistics.median(gaps))
+            return now_s - max(began_s, arrivals[-1]) > limit_s
+        heard_s = self._heard_s.get(attempt)
+        if heard_s is None:
+            return False
+        # who leads a group waits as long for its members
+        silence_s = self._silence_s * (2 if attempt and self.plan.leaders else 1)
+        return now_s - max(began_s, heard_s) > max(silence_s, heard_s - began_s)
 
     async def serve_take(self, part: int, attempt: int) -> Reply:
-        """Answers with an average of this member's, or after a while that it is not ready."""
-        held = await self._wait_published((part, attempt))
-        return TAKE_LATER if held is None else held.reply
+        """Answers with an average of this member's or, to its group, with another's that it has taken; after
+        a while that it is not ready.
+        """
+        if self.plan.reducer(part, attempt) == self._me:
+            held = await self._wait_published((part, attempt))
+            return TAKE_LATER if held is None else held.reply
+        until_s = self._now_s() + _BEAT_S
+        while part not in self._taken and self._now_s() < until_s:
+            await self._taken_changed.wait(until_s - self._now_s())
+        return self._taken[part][1].reply if part in self._taken else TAKE_LATER
 
     async def _wait_published(self, key: tuple[int, int]) -> HeldPart | None:
         """Waits for an average of this member's; None when it takes longer than a beat, PeerRefused where
@@ -282,25 +341,63 @@ class Reduction:
     # --- as a contributor ---
 
     async def send(self, call: Call, ledger: SampleLedger, frozen: FrozenContribution) -> None:
-        """Sends all parts to their reducers, and those of lost ones to their backups; ends when cancelled."""
+        """Sends all parts to their reducers, or to the leaders of this member's group, and those of lost ones
+        to whoever comes next; ends when cancelled.
+        """
         plan = self.plan
+
+        def due() -> list[tuple[int, int]]:
+            found = []
+            for part in range(plan.num_parts):
+                leader = plan.leader(part, self._me)
+                is_led = leader >= 0 and leader not in self.lost and leader not in self._gone
+                found.append((part, 0 if is_led else self._attempt(part)))
+            return sorted(found, key=lambda key: self._turn(*key))
+
+        async def send(part: int, attempt: int) -> None:
+            encoded = ledger.encode(frozen, part, plan.bounds[part], plan.bounds[part + 1])
+            message = PartMessage(*self._where, part, attempt, self._me, encoded.meta)
+            await call(self._target(part, attempt, self._me), PART, message, encoded.buffers, _PART_S)
+
+        await self._deliver(due, send)
+
+    async def lead(self, call: Call) -> None:
+        """Passes on averages of the group that this member leads, if it leads one; ends when cancelled."""
+        plan = self.plan
+        led = [part for part in range(plan.num_parts) if plan.leader(part, self._me) == self._me]
+
+        def due() -> list[tuple[int, int]]:
+            return [(part, self._attempt(part)) for part in led if self._published.get((part, 0))]
+
+        async def send(part: int, attempt: int) -> None:
+            held = self._published[part, 0]
+            assert held is not None
+            where = (*self._where, part, attempt, self._me)
+            message = PartMessage(*where, held.meta, held.bitmap, held.refused)
+            await call(plan.reducer(part, attempt), PART, message, held.buffers, _PART_S)
+
+        if led:
+            await self._deliver(due, send)
+
+    def _attempt(self, part: int) -> int:
+        return 2 if self.plan.reducers[part] in self.lost else 1
+
+    async def _deliver(
+        self,
+        due: Callable[[], list[tuple[int, int]]],
+        send: Callable[[int, int], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Sends what is due, again where that failed, and what becomes due."""
         sent: dict[tuple[int, int], None] = {}
         while True:
-            due = [
-                (part, attempt)
-                for attempt in (1, 2)
-                for part in range(plan.num_parts)
-                if (part, attempt) not in sent
-                and (attempt == 2) == (plan.reducers[part] in self.lost)
-                and plan.reducer(part, attempt) >= 0
-            ]
-            due.sort(key=lambda key: self._turn(*key))
-            calls = [self._send_part(call, ledger, frozen, part, attempt) for part, attempt in due]
-            outcomes = await fanout(calls, Deadline.never(), limit=_NUM_IN_FLIGHT)
-            for key, outcome in zip(due, outcomes, strict=True):
+            keys = [key for key in due() if key not in sent and self._target(*key, self._me) >= 0]
+            outcomes = await fanout([send(*key) for key in keys], Deadline.never(), limit=_NUM_IN_FLIGHT)
+            for key, outcome in zip(keys, outcomes, strict=True):
                 if outcome is None or isinstance(outcome, PeerRefused):
                     sent[key] = None
-            has_failed = any(key not in sent for key in due)
+                elif key[1] == 0 and is_gone(outcome):
+                    self._gone.setdefault(self._target(*key, self._me))
+            has_failed = any(key not in sent for key in keys)
             await self._lost_changed.wait(_RETRY_S if has_failed else _BEAT_S)
 
     def _turn(self, part: int, attempt: int) -> tuple[int, int]:
@@ -308,16 +405,8 @@ class Reduction:
         each member beginning with the reducer after itself. So all lines are busy, and averages are complete
         early.
         """
-        reducer = self.plan.reducer(part, attempt)
+        reducer = self._target(part, attempt, self._me)
         return part - self._first_parts[reducer], (reducer - self._me - 1) % self._num_places
-
-    async def _send_part(
-        self, call: Call, ledger: SampleLedger, frozen: FrozenContribution, part: int, attempt: int
-    ) -> None:
-        plan = self.plan
-        encoded = ledger.encode(frozen, part, plan.bounds[part], plan.bounds[part + 1])
-        message = PartMessage(*self._where, part, attempt, self._me, encoded.meta)
-        await call(plan.reducer(part, attempt), PART, message, encoded.buffers, _PART_S)
 
     # --- as one who takes the averages ---
 
@@ -334,7 +423,8 @@ class Reduction:
         return [taken.get(part) for part in range(self.plan.num_parts)]
 
     async def _take(self, call: Call, part: int, give_up_s: float | None) -> tuple[int, HeldPart] | None:
-        heard_s, attempt = self._now_s(), 0
+        began_s = heard_s = self._now_s()
+        attempt, leader = 0, self.plan.leader(part, self._me)
         while True:
             if part in self._taken:
                 return self._taken[part]
@@ -343,17 +433,23 @@ class Reduction:
             place = self.plan.reducer(part, attempt)
             if place < 0 or place in self.lost:
                 return None
+            if leader in self.lost or leader == self._me or self._now_s() - began_s > self.plan.reduce_s:
+                leader = -1
+            is_led = leader >= 0 and place != self._me
             try:
-                held = await self._take_once(call, place, part, attempt)
+                held = await self._take_once(call, leader if is_led else place, part, attempt)
                 if held is not None:
                     self.held[part, held.digest] = held
                     self._taken[part] = attempt, held
                     self._taken_changed.fire()
                     return attempt, held
                 heard_s = self._now_s()
-            except PeerRefused:
-                return None
             except ShoalError as error:
+                if is_led:  # the reducer itself may answer
+                    leader, heard_s = -1, self._now_s()
+                    continue
+                if isinstance(error, PeerRefused):
+                    return None
                 # who says that it is busy is there, and may still have to learn of the plan; where nobody
                 # listens any more the process is gone
                 patience = 3 if isinstance(error, PeerBusy) else GONE_SHARE if is_gone(error) else 1

@@ -21,13 +21,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from shoal.core import Deadline, LimitExceeded, Scope, fanout
 from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
 from shoal.swarm.ledger import FrozenContribution
-from shoal.swarm.membership import MemberContext, MemberPresence, ballot_owner, next_order, num_voters
+from shoal.swarm.membership import (
+    MemberContext,
+    MemberPresence,
+    ballot_owner,
+    crowd_factor,
+    lengthen,
+    next_order,
+    num_voters,
+    shorten,
+)
 from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
 from shoal.swarm.wire import (
@@ -46,6 +57,7 @@ from shoal.swarm.wire import (
     Registration,
     RoundPlan,
     RoundStatus,
+    ShortCommit,
     SwarmMember,
 )
 from shoal.transport import Reply
@@ -65,8 +77,7 @@ _LONGEST_REGISTER_S = 15.0
 _SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
 
 
-@dataclass
-class _Follower:
+class _Follower(msgspec.Struct):
     """What the owner of a ballot knows of one member."""
 
     registration: Registration | None = None
@@ -98,17 +109,22 @@ class SwarmRound:
         self.ballot = 0
         """The ballot that this member follows or leads."""
         self._context = context
+        self._crowd = crowd_factor(len(members))
         self._tenure = tenure
         self._tallies: dict[int, BallotTally] = {}
         self._followers: dict[int, _Follower] = {}
         self._wanted_s: dict[int, float] = {}
         """Ballots of this member's that others have gone on to, and since when."""
         self._suspects: dict[int, None] = {}
+        self._shortened: dict[bytes, ShortCommit] = {}
         self._considered: dict[int, None] = {}
         self._frozen: FrozenContribution | None = None
         self._registration: Registration | None = None
         self._changed = Broadcast()
+        self._news = Broadcast()
+        """Fires when there is something new to answer; what is only heard wakes no follower."""
         self._version = 0
+        self._quorum_seen: tuple[float, bool] = (-_RETRY_S, False)
         self._scope: Scope | None = None
         self._quorum_s = context.now_s()
 
@@ -155,9 +171,9 @@ class SwarmRound:
             self.decision = commit
             self._tell()
 
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Waits for anything to change, at most so long."""
-        await self._changed.wait(timeout_s)
+    async def wait_news(self, timeout_s: float) -> None:
+        """Waits for a plan, a proposal or a decision, at most so long."""
+        await self._news.wait(timeout_s)
 
     def wake(self) -> None:
         """Has the member's own facts looked at again."""
@@ -168,12 +184,18 @@ class SwarmRound:
     def _tell(self) -> None:
         """Answers all followers that wait."""
         self._version += 1
+        self._news.fire()
         self._changed.fire()
 
     def _silence_s(self, ballot: int) -> float:
         context = self._context
         base_s: float = min(max(SILENCE_S, context.beats.timeout_s()), LONGEST_SILENCE_S)
-        return context.settings.patience * min(base_s * float(2**ballot), LONGEST_SILENCE_S)
+        return context.settings.patience * self._crowd * min(base_s * float(2**ballot), LONGEST_SILENCE_S)
+
+    @property
+    def _patient_s(self) -> float:
+        """After so long something that is on its way to this member alone is late."""
+        return SILENCE_S * self._context.settings.patience
 
     # --- following ---
 
@@ -229,7 +251,7 @@ class SwarmRound:
             self.acceptor.promised,
             self.acceptor.accepted_ballot,
             self._registration,
-            context.ledger.num_ready,
+            context.ledger.num_ready if self._crowd == 1 else None,  # many tell of it with their beats
             context.is_ready,
             context.is_leaving,
             self._wanted_ballot(),
@@ -267,8 +289,13 @@ class SwarmRound:
             self._begin(status.plan)
         if status.lost and self.reduction is not None:
             self.reduction.name_lost(status.lost)
-        if status.decision is not None:
-            self.decide(status.decision)
+        accepted = self.acceptor.accepted
+        if status.finished is not None:
+            self.decide(status.finished)
+        elif status.decided and accepted is not None and accepted.digest == status.decided:
+            self.decide(accepted)
+        elif status.decision is not None:
+            self.decide(lengthen(status.decision, self.members, self.plan))
         elif (
             status.proposal is not None
             and self._context.me.votes
@@ -276,7 +303,8 @@ class SwarmRound:
             and self._scope is not None
         ):
             self._considered[ballot] = None
-            self._scope.start_soon(self._consider(ballot, status.proposal), name="consider a proposal")
+            proposal = lengthen(status.proposal, self.members, self.plan)
+            self._scope.start_soon(self._consider(ballot, proposal), name="consider a proposal")
         self.stage = status.stage
 
     def _register(self) -> None:
@@ -300,6 +328,7 @@ class SwarmRound:
         self.reduction = Reduction(plan, self.me, (self.fork, self.number), self._context)
         self.reduction.held = self.held
         self._scope.start_soon(self.reduction.reduce(), name="reduce")
+        self._scope.start_soon(self.reduction.lead(self._call), name="lead a group")
         if self._frozen is not None and self.me in plan.contributors:
             sending = self.reduction.send(self._call, self._context.ledger, self._frozen)
             self._scope.start_soon(sending, name="send parts")
@@ -325,19 +354,19 @@ class SwarmRound:
 
     async def serve_follow(self, request: FollowRequest) -> RoundStatus:
         """Takes in what a follower says; answers as soon as there is something new, and at every beat."""
-        if request.member not in self.members:
+        place = self._places.get(request.member)
+        if place is None:
             return RoundStatus(problem="not a member")
         if request.state != self.state:
             return RoundStatus(problem="another state")
         if ballot_owner(self.members, request.ballot) != self.me:
             return RoundStatus(problem="another member's ballot")
-        place = self.members.index(request.member)
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
             self._hear(place, request)
-            until_s = self._now() + BEAT_S
+            until_s = self._now() + BEAT_S * self._crowd
             while self._version == request.seen and self.decision is None and self._now() < until_s:
-                await self._changed.wait(until_s - self._now())
+                await self._news.wait(until_s - self._now())
             presence.heard_s = self._now()
             return self._status(request)
         except asyncio.CancelledError:
@@ -345,37 +374,55 @@ class SwarmRound:
                 presence.closed_s = self._now()
             raise
 
+    @cached_property
+    def _places(self) -> dict[SwarmMember, int]:
+        return {member: place for place, member in enumerate(self.members)}
+
     def _hear(self, place: int, request: FollowRequest) -> None:
+        """Notes what a follower says, and looks at what is new: most only say that they are there."""
         follower = self._followers.setdefault(place, _Follower())
-        if request.registration is not None and follower.registration is None:
-            follower.registration = request.registration
+        known = msgspec.structs.astuple(follower)
+        follower.registration = follower.registration or request.registration
         follower.samples, follower.is_ready = request.samples, request.is_ready
         follower.is_leaving = request.is_leaving
+        is_new = msgspec.structs.astuple(follower) != known
         ballot = request.ballot
         tally = self._tally(ballot)
-        tally.add_promise(place, request.accepted_ballot, request.accepted)
+        is_new |= tally.add_promise(place, request.accepted_ballot, request.accepted)
         if request.accepted_ballot == ballot:
-            tally.add_vote(place, request.accepted_digest)
+            is_new |= tally.add_vote(place, request.accepted_digest)
         if ballot > self.ballot and request.member.votes:
             self._wanted_s.setdefault(ballot, self._now())
-        self._changed.fire()
+        if is_new:
+            self._changed.fire()
 
     def _status(self, request: FollowRequest) -> RoundStatus:
         is_leading = request.ballot == self.ballot and ballot_owner(self.members, self.ballot) == self.me
         tally = self._tallies.get(request.ballot)
         proposal = tally.proposal if tally else None
         has_voted = request.accepted_ballot == request.ballot  # not: under a lower one
+        decision = self.decision
+        is_known = decision is not None and request.accepted_digest == decision.digest
         return RoundStatus(
             version=self._version,
             ballot=self.acceptor.promised,
             stage=self.stage if is_leading else GATHER,
             plan=None if request.has_plan else self.plan,
             lost=tuple(self.reduction.lost) if self.reduction and is_leading else (),
-            proposal=None if has_voted else proposal,
+            proposal=None if has_voted or decision else self._short(proposal),
             num_accepted=tally.num_votes if tally else 0,
-            decision=self.decision,
+            decision=None if is_known else self._short(decision),
+            decided=decision.digest if decision is not None and is_known else b"",
             has_quorum=self._present_quorum(),
         )
+
+    def _short(self, commit: Commit | None) -> ShortCommit | None:
+        """Shortens a commit for members of this round, once for all of them."""
+        if commit is None:
+            return None
+        if commit.digest not in self._shortened:
+            self._shortened[commit.digest] = shorten(commit, self.members, self.plan)
+        return self._shortened[commit.digest]
 
     def _tally(self, ballot: int) -> BallotTally:
         if ballot not in self._tallies:
@@ -387,11 +434,9 @@ class SwarmRound:
         there.
         """
         for ballot in sorted(self._wanted_s, reverse=True):
-            waiting = self._tally(ballot).promised
-            others = [place for place in range(len(self.members)) if place not in waiting]
             is_late = self._now() - self._wanted_s[ballot] > 2 * self._silence_s(0)
             if ballot > max(self.ballot, self.acceptor.promised) and (
-                is_late or not is_quorum(self._num_voters, others)
+                is_late or not self._tally(ballot).leaves_quorum
             ):
                 return ballot
         return None
@@ -410,7 +455,7 @@ class SwarmRound:
         while not self._is_over(ballot, began_s):
             if tally.has_promises and (ballot == 0 or self._has_waited(tally, began_s)):
                 break
-            await self._changed.wait(_RETRY_S)
+            await self._wait_heard(_RETRY_S)
         else:
             return
         value = tally.bound_value() if tally.proposal is None else tally.proposal
@@ -418,13 +463,15 @@ class SwarmRound:
             value = await self._make_value(ballot, began_s)
         if value is None:
             return
-        if tally.proposal is None:
+        while tally.proposal is None:
             await self.hold(value)
             if self.acceptor.promised > ballot or self.acceptor.is_closed:
                 return
-            if tally.bound_value() not in (None, value):
-                return  # who has promised since has accepted another one: this ballot is led again, with that
-            tally.propose(value)
+            bound = tally.bound_value()  # a promise that came meanwhile may tell of a vote
+            if bound is None or bound == value:
+                tally.propose(value)
+            else:
+                value = bound
         if self.acceptor.accept(ballot, value):
             tally.add_vote(self.me, value.digest)
         self.stage = COMMIT
@@ -437,7 +484,7 @@ class SwarmRound:
             if num_votes != tally.num_votes:
                 num_votes = tally.num_votes
                 self._tell()  # 'k of n accepted': followers wait on while this is said
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
 
     def _is_over(self, ballot: int, began_s: float) -> bool:
         """Whether this ballot is no longer worth leading; chooses the next one to follow."""
@@ -458,24 +505,36 @@ class SwarmRound:
         """Whether all but those who are suspected have promised, or have had the time to: else they are
         dropped.
         """
-        waiting = [p for p in range(len(self.members)) if p not in tally.promised and p not in self._suspects]
-        return not waiting or self._now() - began_s > 2 * self._silence_s(0)
+        here = dict.fromkeys([*tally.promised, *self._suspects])
+        waiting = [place for place in range(len(self.members)) if place not in here]
+        return not waiting or self._now() - began_s > 2 * self._patient_s
 
     def _present_quorum(self) -> bool:
+        """Whether a quorum has been heard lately; looked at anew every tenth of a second."""
         now_s = self._now()
-        present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
-        return is_quorum(self._num_voters, present)
+        seen_s, is_present = self._quorum_seen
+        if now_s - seen_s >= _RETRY_S:
+            present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
+            is_present = is_quorum(self._num_voters, present)
+            self._quorum_seen = now_s, is_present
+        return is_present
+
+    async def _wait_heard(self, timeout_s: float) -> None:
+        """Waits for something new. Many members say much: what has come is then looked at together."""
+        await self._changed.wait(timeout_s)
+        if self._crowd > 1 and self.decision is None:
+            await asyncio.sleep(_TICK_S)
 
     def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
         """Whether a member has been heard lately, be it in the round before: who is not is not waited for."""
         if place == self.me:
             return True
         presence = self._presence_of(place, now_s)
-        limit_s = SILENCE_S * self._context.settings.patience
         # a follower ends its call to make another one when it has something new to tell
-        grace_s = GONE_SHARE * limit_s
+        grace_s = GONE_SHARE * self._patient_s
         has_closed = presence.closed_s is not None and now_s - presence.closed_s > grace_s
-        return not has_closed and now_s - presence.heard_s < factor * limit_s + BEAT_S
+        limit_s = (factor * self._patient_s + BEAT_S) * self._crowd
+        return not has_closed and now_s - presence.heard_s < limit_s
 
     async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
         """Makes the commit that a free ballot proposes; None where the ballot is over."""
@@ -523,9 +582,9 @@ class SwarmRound:
                 waits_s = None
             elif waits_s is None:
                 waits_s = self._now()
-            elif self._now() - waits_s > ADMIT_S:
+            elif self._now() - waits_s > ADMIT_S * self._crowd:
                 return True
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
         return False
 
     def _is_enough(self) -> bool:
@@ -570,7 +629,7 @@ class SwarmRound:
             awaited = [p for p in range(len(self.members)) if p not in arrived]
             if not any(self._is_present(place, self._now()) for place in awaited):
                 break
-            await self._changed.wait(_TICK_S)
+            await self._wait_heard(_TICK_S)
         registered = {place: one.registration for place, one in self._followers.items() if one.registration}
         if self._registration is not None:
             registered[self.me] = self._registration
@@ -593,7 +652,7 @@ class SwarmRound:
         """Takes all parts, and names the reducers that are silent; None where the ballot is over."""
         assert self.reduction is not None
         reduction, reduce_began_s = self.reduction, self._now()
-        give_up_s = self._silence_s(0)
+        give_up_s = self._patient_s
         outcomes: list[Any] = await fanout(
             [reduction.take_all(self._call, give_up_s), self._while_leading(ballot, began_s, reduction)],
             Deadline.never(),
@@ -610,14 +669,14 @@ class SwarmRound:
         num_lost = 0
         while not self._is_over(ballot, began_s):
             plan = reduction.plan
-            used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors])
+            used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors, *sum(plan.leaders, ())])
             silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
             if any(place not in reduction.lost for place in silent):
                 reduction.name_lost(silent)
             if len(reduction.lost) != num_lost:
                 num_lost = len(reduction.lost)
                 self._tell()
-            await self._changed.wait(_RETRY_S)
+            await self._wait_heard(_RETRY_S)
 
     def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
         context, now_s = self._context, self._now()
@@ -658,7 +717,7 @@ class SwarmRound:
             return False
         presence = self._presence_of(place, now_s)
         is_suspect = place in self._suspects and place not in self._followers
-        return is_suspect or presence.is_gone(now_s, self._context.settings.patience)
+        return is_suspect or presence.is_gone(now_s, self._context.settings.patience, self._crowd)
 
     def _presence_of(self, place: int, now_s: float) -> MemberPresence:
         """Says when a member was heard; one that was not heard yet has as long as others from now on.
@@ -670,10 +729,11 @@ class SwarmRound:
 
     def _admissible(self, now_s: float) -> list[SwarmMember]:
         """Lists those who want to join and are at most one commit behind."""
+        limit_s = 2 * SILENCE_S * self._crowd
         latest = {
             member.id_bytes: member
             for member, (heard_s, number) in sorted(self._context.joiners.items(), key=lambda one: one[1][0])
-            if member not in self.members and number >= self.number - 1 and now_s - heard_s < 2 * SILENCE_S
+            if member not in self.members and number >= self.number - 1 and now_s - heard_s < limit_s
         }
         return sorted(latest.values())
 

@@ -41,7 +41,7 @@ from shoal.core import (
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
-from shoal.swarm.membership import MemberContext, SwarmSettings
+from shoal.swarm.membership import MemberContext, SwarmSettings, crowd_factor
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
 from shoal.swarm.reduction import HeldPart, Reduction, assemble, fetch_parts
 from shoal.swarm.round import SwarmRound
@@ -202,7 +202,7 @@ class SwarmRun:
         """States for those who join, the oldest first."""
         self._listed_since: dict[SwarmMember, int] = {}
         """For the members of the list: the round before which this member first saw them there."""
-        self.taker = RunStateTaker(transport, run)
+        self.taker = RunStateTaker(transport, run, self.choice)
         """Takes the run's state; empty-handed while this member has one."""
         self._newest = -1
         """The latest round that they have told of."""
@@ -372,7 +372,7 @@ class SwarmRun:
         average = assemble(commit.plan, commit.parts, held) if is_step and commit.plan else None
         self.state.apply(commit, average)
         self.ledger.settle(commit, place)
-        self.history.append((commit.fork, commit.round, self.state.name))
+        self.history.append((self.state.fork, commit.round, self.state.name))
         self.num_commits += 1
         self._was_listed = self._was_listed or place >= 0
         self._finished[commit.round] = _Finished(commit, held)
@@ -431,7 +431,8 @@ class SwarmRun:
     def _forget(self) -> None:
         """Drops what nobody needs any more: rounds, and states that none of those who join takes."""
         loop_s, number = asyncio.get_running_loop().time(), self.state.round
-        now_s, lease_s = self.context.now_s(), PIN_S * self.settings.patience
+        now_s = self.context.now_s()
+        lease_s = PIN_S * self.settings.patience * crowd_factor(len(self.members))
         joiners = self.context.joiners
         joiners = {key: one for key, one in joiners.items() if now_s - one[0] < lease_s}
         self.context.joiners = joiners
@@ -500,7 +501,7 @@ class SwarmRun:
                     self.problem = error.what
                 scope.cancel()
             if not self.is_member:
-                await self._changed.wait(_JOIN_TICK_S)
+                await self._changed.wait(_JOIN_TICK_S * crowd_factor(len(found.members)))
         self.problem = ""
         self.ledger.reconcile(self.state.descends_from)
 
@@ -703,7 +704,7 @@ class SwarmRun:
 
     async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
         status = await self._status_of(request)
-        if status.decision is not None and self.has_left:
+        if (status.decision or status.decided or status.finished) and self.has_left:
             self._told[request.member] = None
             self._changed.fire()
         return status
@@ -712,7 +713,11 @@ class SwarmRun:
         is_ours = request.fork == self.state.fork
         if is_ours and request.round < self.state.round:
             finished = self._finished.get(request.round)
-            return RoundStatus(decision=finished.commit) if finished else RoundStatus(problem="too old")
+            if finished is None:
+                return RoundStatus(problem="too old")
+            digest = finished.commit.digest
+            is_known = request.accepted_digest == digest
+            return RoundStatus(decided=digest) if is_known else RoundStatus(finished=finished.commit)
         if not is_ours and self.state.descends_from(request.fork, request.round + 1):
             return RoundStatus(problem="too old")
         try:
@@ -729,7 +734,7 @@ class SwarmRun:
         round_ = await self._round_of(fork, number)
         until = Deadline.after(_ROUND_S)
         while round_.reduction is None and not until.is_past:
-            await round_.wait_changed(until.remaining_s)
+            await round_.wait_news(until.remaining_s)
         if round_.reduction is None:
             raise PeerBusy("This member has no plan yet.")
         return round_.reduction

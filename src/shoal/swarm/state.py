@@ -119,10 +119,13 @@ def credited_samples(commit: Commit) -> list[int]:
     plan = commit.plan
     if commit.kind != STEP or plan is None:
         return []
-    elements = [0] * len(plan.contributors)
+    sizes: dict[bytes, int] = {}  # most parts have the same contributors
     for part, result in enumerate(commit.parts):
-        for place in places_in(result.bitmap, len(elements)):
-            elements[place] += plan.size(part)
+        sizes[result.bitmap] = sizes.get(result.bitmap, 0) + plan.size(part)
+    elements = [0] * len(plan.contributors)
+    for bitmap, size in sizes.items():
+        for place in places_in(bitmap, len(elements)):
+            elements[place] += size
     total = plan.bounds[-1]
     return [samples * num // total for samples, num in zip(plan.samples, elements, strict=True)]
 

@@ -16,6 +16,7 @@ order, so a member behind a router takes part fully. All requests can come twice
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,8 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     """Who reduces a part once its reducer is lost; -1 for nobody."""
     reduce_s: float
     """After so long a reducer averages what has come."""
+    leaders: tuple[tuple[int, ...], ...] = ()
+    """Where there are many contributors: for each group, who averages which part for it, -1 for nobody."""
 
     @property
     def num_parts(self) -> int:
@@ -87,6 +90,10 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     def reducer(self, part: int, attempt: int) -> int:
         """Gives the place of who averages a part at the first or second attempt, -1 for nobody."""
         return self.reducers[part] if attempt == 1 else self.backups[part]
+
+    def leader(self, part: int, place: int) -> int:
+        """Gives the place of who averages a part for the group that a member is in, -1 for nobody."""
+        return self.leaders[place % len(self.leaders)][part] if self.leaders else -1
 
     def size(self, part: int) -> int:
         """Gives the number of elements of a part."""
@@ -103,7 +110,7 @@ class PartResult(msgspec.Struct, frozen=True, array_like=True):
     """A bit for each contributor of the plan."""
 
 
-class Commit(msgspec.Struct, frozen=True, array_like=True):
+class Commit(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """What a round has decided: its parts, and who is a member of the next one, in order."""
 
     fork: bytes
@@ -122,7 +129,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     winner_members: tuple[SwarmMember, ...] = ()
     """For an end: which fork goes on, and whom to ask there."""
 
-    @property
+    @functools.cached_property
     def digest(self) -> bytes:
         """The hash by which votes name it."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
@@ -131,6 +138,18 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     def state_name(self) -> bytes:
         """The name of the state that it makes: a hash of the previous name and of this commit."""
         return hashlib.sha256(self.previous + self.digest).digest()
+
+
+class ShortCommit(msgspec.Struct, frozen=True):
+    """A commit as it goes to members of its round, without the lists that they can make themselves."""
+
+    commit: Commit
+    dropped: bytes
+    """A bit for each member that the next round does not have."""
+    added: tuple[SwarmMember, ...]
+    first: int
+    """Which of the next members, in the order of their hashes, comes first."""
+    has_known_plan: bool
 
 
 class Registration(msgspec.Struct, frozen=True, array_like=True):
@@ -173,22 +192,31 @@ class RoundStatus(msgspec.Struct, frozen=True):
     plan: RoundPlan | None = None
     lost: tuple[int, ...] = ()
     """Reducers whose parts are to be sent to their backups, and contributors that nobody waits for."""
-    proposal: Commit | None = None
+    proposal: ShortCommit | None = None
     num_accepted: int = 0
-    decision: Commit | None = None
+    decision: ShortCommit | None = None
+    decided: bytes = b""
+    """The hash of the decision, to a member that has accepted it."""
+    finished: Commit | None = None
+    """The decision of a round that the owner has left."""
     has_quorum: bool = False
     problem: str = ""
 
 
 class PartMessage(msgspec.Struct, frozen=True):
-    """A contributor's values of one part; the encoded values follow as buffers."""
+    """A contributor's values of one part, or a group's; the encoded values follow as buffers."""
 
     fork: bytes
     round: int
     part: int
     attempt: int
+    """0: to the leader of the sender's group."""
     contributor: int
     meta: EncodedMeta
+    bitmap: bytes = b""
+    """Whose average it is, where the sender leads a group: a bit for each contributor of the plan."""
+    refused: bytes = b""
+    """Contributors of the group that sent what is not finite."""
 
 
 class TakeRequest(msgspec.Struct, frozen=True):
