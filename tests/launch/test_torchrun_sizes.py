@@ -1,4 +1,7 @@
-"""`torchrun --nnodes 1:2`: when a node is lost or comes, all workers restart, and go on from a checkpoint."""
+"""`torchrun --nnodes 1:2`: when a node is lost or comes, all workers restart, and go on where they were.
+
+What they had learned is in the memory of their machines, or in a checkpoint where they keep one.
+"""
 
 import contextlib
 import os
@@ -7,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,6 +33,8 @@ class Nodes:
 
     def __init__(self, folder):
         self._folder = folder
+        self.program = [PROGRAM, folder]
+        self.variables = {}
         self._port = free_port()
         self._lines = []
         self._came = threading.Condition()
@@ -40,14 +46,9 @@ class Nodes:
         words = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d"]
         words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "sizes"]
         words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1"]
-        variables = {
-            "SHOAL_CHECKPOINT": str(self._folder / "checkpoint"),
-            "SHOAL_CHECKPOINT_EVERY": "10",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **self.variables}
         agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words, PROGRAM, self._folder],
+            [sys.executable, "-m", "torch.distributed.run", *words, *self.program],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,6 +86,10 @@ class Nodes:
             assert self._came.wait_for(lambda: len(found()) >= num_lines, LIMIT_S), "".join(self._lines)
         return [int(match[1]) for match in found()]
 
+    def texts(self, pattern):
+        """What a pattern finds in each line until now."""
+        return [match[1] for line in self._lines if (match := re.search(pattern, line))]
+
     def close(self):
         """Ends all of them."""
         for agent in self.agents:
@@ -110,7 +115,40 @@ def nodes(tmp_path):
     nodes.close()
 
 
+def left_in_memory():
+    """What workers of this user have left in the memory of this machine for those that come after them."""
+    return {
+        path for place in ("/dev/shm", tempfile.gettempdir()) for path in Path(place).glob("shoal-restart-*")
+    }
+
+
+def test_a_lost_node_and_one_that_comes_need_no_checkpoint(nodes, tmp_path):
+    before = left_in_memory()
+    nodes.start()
+    nodes.wait_for_meeting()
+    second = nodes.start()
+    nodes.wait_for(r"training \d+ size (2) from 0", 2)
+    (tmp_path / "lose").touch()
+    (reached,) = nodes.wait_for(r"reached (\d+)", 1)
+    nodes.lose(second)
+    (alone_from,) = nodes.wait_for(r"training \d+ size 1 from (\d+)", 1)
+    assert alone_from >= reached > 0
+    nodes.start()
+    again_from = nodes.wait_for(r"training \d+ size 2 from ([1-9]\d*)", 2)
+    assert len(set(again_from)) == 1
+    assert again_from[0] > alone_from
+    (tmp_path / "end").touch()
+    nodes.wait_for(r"ends .* size (2)", 2)
+    assert len(set(nodes.texts(r"ends (\S+) size 2"))) == 1
+    nodes.close()
+    assert left_in_memory() <= before
+
+
 def test_a_lost_node_and_one_that_comes_change_the_size(nodes, tmp_path):
+    nodes.variables = {
+        "SHOAL_CHECKPOINT": str(tmp_path / "checkpoint"),
+        "SHOAL_CHECKPOINT_EVERY": "10",
+    }
     nodes.start()
     nodes.wait_for_meeting()
     second = nodes.start()

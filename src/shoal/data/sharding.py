@@ -102,7 +102,7 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
         kept_loaders(group).add(loader.course)
         return loader
     _refuse_what_has_no_common_order(data)
-    if is_elastic:
+    if is_elastic and not getattr(innermost(group), "is_restarted", False):
         raise UsageError(
             f"A {type(data).__name__} is divided once for all, and the workers of this run come and go.",
             next_step="shard a DataLoader, which divides what is left of the epoch whenever they change: "
