@@ -444,8 +444,9 @@ class TrainingSession:
     def on_resize(self, follow: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Calls `follow(old_size, new_size)` whenever the group has grown or shrunk, between two steps.
 
-        For learning rates that depend on the number of workers; under `shoal run --elastic` alone. A worker
-        that has come to a run has the others' learning rate of before, so that there it is called at once.
+        For learning rates that depend on the number of workers; under `shoal run --elastic`, and where
+        torchrun has restarted the workers. One that has come to a run, or was started anew, has the learning
+        rate of before, so that there it is called at once.
         """
         if self.elastic is not None:
             self.elastic.follow(follow)
