@@ -193,6 +193,11 @@ class ElasticTraining:
         self.is_between = True
         if self._restarted is not None and len(group.lost) > len(group.lost_notes):
             self._note_losses()
+            if self._restarted.restart_link.has_restarts_left:
+                # where the others could go on: only a new generation divides the data anew
+                rank, loss = next(iter(group.lost.items()))
+                self.error = self.error or loss.error(f" after step {strategy.steps}")
+                log.info("rank %d ends because of the loss of rank %d", self._rank, rank)
         if self.error is not None:
             _regroup(group, self.error)
         elif self._is_first:
