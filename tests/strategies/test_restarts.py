@@ -127,6 +127,9 @@ def test_each_has_exactly_what_it_had_where_models_are_equal(tmp_path):
     ("name", "should_end"),
     [
         ("all-reduce", True),
+        *((name, should_end) for name in ("local-sgd", "neighbor") for should_end in (True, False)),
+    ],
+        ("all-reduce", True),
         ("local-sgd", True),
         ("local-sgd", False),
         ("neighbor", True),
