@@ -42,11 +42,11 @@ def main(folder, strategy, options):
                 optimizer.step()
                 time.sleep(STEP_S)
             is_over = any(share(group, (folder / "end").exists()))
-    total = sum(parameter.double().sum().item() for parameter in model.parameters())
-    print(f"ends {total.hex()} size {group.size}", flush=True)
     if group.rank == 0:
         lost = {epoch: list(items) for epoch, items in loader.lost_items.items()}
         (folder / "lost.json").write_text(json.dumps([epoch, lost]))
+    total = sum(parameter.double().sum().item() for parameter in model.parameters())
+    print(f"ends {total.hex()} size {group.size}", flush=True)
 
 
 if __name__ == "__main__":

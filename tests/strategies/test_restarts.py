@@ -129,12 +129,6 @@ def test_each_has_exactly_what_it_had_where_models_are_equal(tmp_path):
         ("all-reduce", True),
         *((name, should_end) for name in ("local-sgd", "neighbor") for should_end in (True, False)),
     ],
-        ("all-reduce", True),
-        ("local-sgd", True),
-        ("local-sgd", False),
-        ("neighbor", True),
-        ("neighbor", False),
-    ],
 )
 def test_after_a_loss_every_example_comes_once_or_is_listed(name, should_end, tmp_path):
     def before_step(worker):
