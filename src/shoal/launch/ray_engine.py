@@ -144,8 +144,8 @@ class BridgeProcess:
         for report in self._take_reports():
             self._is_connected = True
             if report.refusal is not None:
-                what, cause, next_step = msgspec.structs.astuple(report.refusal)
-                raise ShoalError(what, cause=cause, next_step=next_step)
+                refusal = report.refusal
+                raise ShoalError(refusal.what, cause=refusal.cause, next_step=refusal.next_step)
             if report.places is not None:
                 return report.places
             if report.waiting:
