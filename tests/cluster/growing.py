@@ -44,6 +44,9 @@ def main(folder):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
             optimizer.step()
+            if (folder / "lose").exists() and group.rank == 0:
+                print("reached", strategy.steps, flush=True)
+                (folder / "lose").unlink()
             time.sleep(STEP_S)
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
     print(f"ends {total.hex()} size {group.size}", flush=True)

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,9 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
-ENDURING, RESUMING = (Path(__file__).with_name(name) for name in ("enduring.py", "resuming.py"))
+ENDURING, RESUMING, GROWING = (
+    Path(__file__).with_name(f"{name}.py") for name in ("enduring", "resuming", "growing")
+)
 NAMING_S = 10
 
 
@@ -114,3 +117,32 @@ def test_a_run_that_loses_a_node_reaches_the_same_loss_on_the_other(ray, train, 
     assert "restart 1 of 1 with 2 workers" in run.err
     assert told(run, "begins")[4:] == [f"begins at {SAVED_AT}"] * 2
     assert loss_of(tmp_path / "checkpoint") == pytest.approx(loss_of(tmp_path / "whole"), abs=1e-5)
+
+
+def wait_for(run, pattern, num_lines):
+    run.wait_for(lambda: sum(bool(re.search(pattern, line)) for line in run.out) >= num_lines, pattern)
+
+
+def started_later(run):
+    return sum(bool(re.search(r"training \d+ size \d from [1-9]", line)) for line in run.out)
+
+
+def test_an_elastic_run_goes_on_without_a_node_and_uses_those_that_come(ray, train, tmp_path):
+    """Each node has room for two workers."""
+    run = train("all-reduce", "--elastic", "-np", 4, GROWING, tmp_path)
+    wait_for(run, r"training \d+ size 4 from 0", 4)
+    ray.ask("kill")
+    wait_for(run, "size 2 after", 2)
+    ray.ask("add")
+    run.wait_for(lambda: started_later(run) == 2, "two more train")
+    name = re.search(r"shoal scale (\S+) N", run.err)[1]
+    scaled = [sys.executable, "-m", "shoal", "scale", name, "5"]
+    assert "1 worker will join the 4" in subprocess.run(scaled, capture_output=True, text=True).stdout
+    ray.ask("add")
+    run.wait_for(lambda: started_later(run) == 3, "a fifth trains")
+    (tmp_path / "end").touch()
+    code = run.finish()
+    ray.ask("kill")
+    assert code == 0, run.err
+    assert len({line.split()[2] for line in run.out if " ends " in line}) == 1
+    assert len([line for line in run.out if " ends " in line]) == 5

@@ -59,3 +59,30 @@ class Children(Engine):
 
     def signal(self, name, number=signal.SIGKILL):
         os.kill(self.channels[name].child.pid, number)
+
+
+class Actors(Engine):
+    """Agents of one worker each, on these machines; those that come later are on `more`, in order."""
+
+    can_grow = True
+
+    def __init__(self, machines, more):
+        self._machines, self._more = machines, list(more)
+        self.agents = []
+
+    def open(self, min_processes, max_processes, *, is_restart):
+        return [self._start(machine) for machine in self._machines]
+
+    def reopen(self, lost):
+        return self.grow()
+
+    def grow(self):
+        return self._start(self._more.pop(0))
+
+    def _start(self, machine):
+        channel = PipeChannel(f"{machine}{len(self.agents)}", [sys.executable, *AGENT])
+        self.agents.append(AgentHandle(channel, 1, machine, has_own_disks=False))
+        return self.agents[-1]
+
+    def signal(self, index):
+        os.kill(self.agents[index].channel.child.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from launch.programs import Done, Recorder
-from launch.stations import Children
+from launch.stations import Actors, Children
 from shoal.core import Address
 from shoal.core.errors import PeerError, UsageError
 from shoal.core.run_options import RunOptions
@@ -88,6 +88,29 @@ def test_a_run_is_scaled_to_the_free_slots_of_its_hosts_and_no_further(start, tm
     ]
     assert [done.out[number][0] for number in (0, 1)] == ["here 0"] * 2
     assert "here 1" in str(done.out)
+
+
+def test_another_actor_takes_the_place_of_a_lost_one_wherever_there_is_room(start):
+    """On a machine where others go on, and on one that nobody knew."""
+    actors = Actors(["a", "a", "b"], ["a", "c"])
+    body = f"{NUMBER}print('here', os.environ['SHOAL_MACHINE'])\nif number == 4: mark('end')\nwait_for('end')"
+    when = {"here 1": partial(actors.signal, 0), "worker 3 will join": partial(actors.signal, 2)}
+    done = start(body, 3, actors, when)
+    assert done.outcome.exit_code == 0, done.said
+    assert [done.out[number][0] for number in (1, 3, 4)] == ["here 0", "here 0", "here 2"]
+    assert sum("is lost with" in line for line in done.said) == 2
+
+
+def test_a_run_is_scaled_beyond_its_slots_where_more_can_be_had(start, tmp_path):
+    body = f"{NUMBER}print('here', os.environ['SHOAL_MACHINE'])\nif number == 2: mark('end')\nwait_for('end')"
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(ask_launcher(tmp_path.name, 3)))
+    options = RunOptions(run_id=tmp_path.name)
+    done = start(body, 2, Actors(["a", "b"], ["c"]), {"here 0": asking.start}, options=options)
+    asking.join()
+    assert done.outcome.exit_code == 0, done.said
+    assert [answer.what for answer in answers] == ["1 worker will join the 2 that are there"]
+    assert done.out[2] == ["here 2"]
 
 
 def test_a_worker_that_cannot_be_started_takes_no_others_with_it(start, tmp_path):

@@ -14,6 +14,10 @@ class Bridge:
 
     def __init__(self, end):
         self.ends = [end]
+        self.place = None
+
+    def place_of(self, index):
+        return self.place
 
     def why_lost(self, index):
         return "its power failed"
@@ -89,3 +93,16 @@ def test_closing_it_closes_the_way_to_the_actor(pair):
     channel.close()
     assert not channel.is_open
     assert theirs.recv(1) == b""
+
+
+def test_an_actor_that_was_asked_for_later_says_where_it_is(pair):
+    channel, _ = pair
+    places = []
+    channel.on_place = places.append
+    assert channel.take() == []
+    assert not places
+    channel._bridge.place = ActorPlace("abcdefghij", "10.0.0.8", "another", "python")
+    channel.take()
+    channel.take()
+    assert [place.host for place in places] == ["another"]
+    assert channel.host == "another (Ray node abcdefgh at 10.0.0.8)"

@@ -1,11 +1,12 @@
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from shoal.core import LoopThread, Scope
 from shoal.launch import ray_bridge
-from shoal.launch.ray_bridge import ActorLink, reason_of
+from shoal.launch.ray_bridge import ActorLink, ActorPlace, ActorRequest, Bridge, reason_of
 
 LIMIT_S = 10.0
 
@@ -169,3 +170,96 @@ def test_the_reason_is_found_among_many_lines():
     )
     assert reason_of(error) == "The actor is dead because its node has died"
     assert reason_of(RuntimeError()) == "RuntimeError"
+
+
+class FakeRay:
+    """Starts actors when the test says so; `killed` are those that are not wanted any more."""
+
+    def __init__(self):
+        self.actors, self.killed, self.reports = [], [], []
+        self._happened = asyncio.Event()
+
+    def remote(self, kind=None):
+        if kind is not None:
+            return self
+        actor = SimpleNamespace(
+            **{name: Method() for name in ("where", "start", "read", "write", "close", "last_words")}
+        )
+        self._note(self.actors, actor)
+        return actor
+
+    def options(self, **options):
+        return self
+
+    def kill(self, actor):
+        self._note(self.killed, actor)
+
+    def report(self, report):
+        self._note(self.reports, report)
+
+    def _note(self, where, what):
+        where.append(what)
+        self._happened.set()
+
+    async def wait_for(self, noted):
+        while not noted:
+            self._happened.clear()
+            await self._happened.wait()
+
+
+def play_more(story):
+    """A coroutine that gets a bridge whose only actor has gone, and a way to ask for another one."""
+
+    async def within_limit():
+        ray = FakeRay()
+        bridge = Bridge(ray, ActorRequest("", 1.0, 1.0, num_workers=1), ray.report)
+        bridge._group = SimpleNamespace(bundle_count=0)  # without one Ray need not be there
+        asking, asked = socket.socketpair()
+        head, theirs = socket.socketpair()
+        head.setblocking(False)
+        with asking, asked, head, theirs:
+            socket.send_fds(asking, [b"\0"], [theirs.fileno()])
+            theirs.close()
+            async with asyncio.timeout(LIMIT_S), Scope() as scope:
+                scope.start(bridge._copy([], [], [], asked))
+                await ray.wait_for(ray.actors)
+                await story(ray, head)
+                scope.cancel()
+
+    with LoopThread() as loop:
+        loop.run(within_limit())
+
+
+def test_another_actor_is_told_of_once_it_runs_and_before_its_words_come():
+    async def story(ray, head):
+        (actor,) = ray.actors
+        place = ActorPlace("node", "10.0.0.1", "one", "python", ["3"])
+        await actor.where.answer(place)
+        await actor.start.answer()
+        assert actor.start.calls[0][0] == ({"CUDA_VISIBLE_DEVICES": "3"},)
+        await actor.read.answer(b"hello")
+        assert await asyncio.get_running_loop().sock_recv(head, 9) == b"hello"
+        assert [report.added for report in ray.reports] == [(0, place)]
+        assert not ray.killed
+
+    play_more(story)
+
+
+def test_an_actor_without_room_is_not_waited_for_when_the_head_gives_it_up():
+    async def story(ray, head):
+        await ray.actors[0].where.next_call()
+        head.close()
+        await ray.wait_for(ray.killed)
+        assert ray.killed == ray.actors
+        assert not ray.reports
+
+    play_more(story)
+
+
+def test_another_actor_that_cannot_start_is_lost_with_the_reason():
+    async def story(ray, head):
+        await ray.actors[0].where.answer(error=RuntimeError("no Shoal there"))
+        await ray.wait_for(ray.reports)
+        assert [report.lost for report in ray.reports] == [(0, "no Shoal there")]
+
+    play_more(story)

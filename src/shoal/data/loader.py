@@ -84,8 +84,9 @@ class ShardedLoader(DataLoader[T_co]):
     def lost_items(self) -> Mapping[int, Sequence[Any]]:
         """By epoch: what workers had taken last that were lost, and what may be missing from the model.
 
-        Under `shoal run --elastic`, where a lost worker had not shared what it had learned from them. Items
-        are what the loader's sampler gives: numbers of examples.
+        Under `shoal run --elastic`, where a lost worker had not shared what it had learned from them; under
+        torchrun, which restarts the workers, where it may not have. Items are what the
+        loader's sampler gives: numbers of examples.
         """
         return self.course.lost_items
 

@@ -41,6 +41,19 @@ def set_generators(states: Mapping[str, Any], own: Sequence[torch.Generator] = (
         generator.set_state(state)
 
 
+def states_of_process() -> dict[str, Any]:
+    """Those of all generators that a process has, on GPUs too."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {**generator_states(), "cuda": cuda}
+
+
+def set_states_of_process(states: Mapping[str, Any]) -> None:
+    """Sets all generators to a state that was read before; those of GPUs where there are as many."""
+    set_generators(states)
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
 @contextlib.contextmanager
 def kept_generators(own: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Whatever is drawn inside leaves the generators as they were."""

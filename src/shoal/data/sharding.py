@@ -86,7 +86,8 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
       must give the same order to all workers, and each reads all of it.
 
     - Under `shoal run --elastic` a DataLoader alone is divided: whenever workers come or go, those who are
-      there divide what is left of the epoch.
+      there divide what is left of the epoch. Under torchrun that restarts the workers (`--max-restarts`) a
+      DataLoader is divided so as well, and all else anew at each start.
 
     `remainder` says what becomes of items that do not go round. 'drop' and 'repeat' give all workers equally
     many; with 'uneven' let a worker that is done call `strategy.join()`, or leave the `attach` block.
@@ -102,7 +103,7 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
         kept_loaders(group).add(loader.course)
         return loader
     _refuse_what_has_no_common_order(data)
-    if is_elastic:
+    if is_elastic and not getattr(innermost(group), "is_restarted", False):
         raise UsageError(
             f"A {type(data).__name__} is divided once for all, and the workers of this run come and go.",
             next_step="shard a DataLoader, which divides what is left of the epoch whenever they change: "

@@ -226,6 +226,8 @@ class ElasticGroup(GroupWrapper):
     """
 
     is_elastic = True
+    is_restarted = False
+    """Whether the launcher ends all workers between two generations, and starts them anew."""
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ from shoal.group.elastic import ElasticGroup, LauncherLink, place_in
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.observed import Traced
 from shoal.group.operations import GroupWrapper
+from shoal.group.restarting import open_restarted
 from shoal.group.solo import SoloGroup
 from shoal.report.timeline import Timeline
 from shoal.transport import StreamTransport
@@ -123,6 +124,7 @@ def init(
         )
         opened.run, opened.local_rank = name_of_run(settings.key), placement.local_rank
         group = _traced(opened, options, placement.rank)
+        group = group if servers else open_restarted(group, placement)
     tell_launcher(phase="joined")
     if placement.size > 1 or options.link_fd is not None:
         _exits.listen()

@@ -171,6 +171,11 @@ class AgentHandle:
 class Engine(ABC):
     """A source of agents."""
 
+    can_grow: bool = False
+    """Whether it can give agents to an elastic run beyond those that it was opened with."""
+    answer_s: float = _ANSWER_S
+    """An agent of `reopen` or `grow` has so long to answer; after that another one is tried."""
+
     @abstractmethod
     def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
         """Return agents for so many workers and servers; UsageError says how many slots there are.
@@ -186,6 +191,10 @@ class Engine(ABC):
         It has not answered yet. Errors are those of a host that cannot be reached.
         """
         return None
+
+    def grow(self) -> AgentHandle:
+        """Return one more agent, which has not answered yet; where it `can_grow`."""
+        raise UsageError("no more agents can be had here.")
 
 
 class LocalEngine(Engine):
@@ -341,6 +350,9 @@ class RunWorkers:
         """By machine: when a lost one is tried again."""
         self._coming: list[tuple[AgentHandle, AgentHandle | None, float]] = []
         """Agents that have not answered yet, in the place of which lost one, and since when."""
+        self._num_to_ask = 0
+        """How many more agents the engine is to be asked for."""
+        self._machine_numbers: dict[str, int] = {}
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
@@ -359,11 +371,13 @@ class RunWorkers:
         self._coming.append((agent, lost, now_s))
 
     def _admit(self, agent: AgentHandle) -> None:
-        known = [other.machine for other in self._agents]
-        if agent.machine in known:
-            self._agents[known.index(agent.machine)] = agent
-        else:
+        # a machine may have several agents, whose workers may be alive
+        lost = [place for place, other in enumerate(self._agents) if other.is_lost]
+        place = next((place for place in lost if self._agents[place].machine == agent.machine), None)
+        if place is None:
             self._agents.append(agent)
+        else:
+            self._agents[place] = agent
         agent.heard_s = SYSTEM_CLOCK.now_s()
         agent.channel.send(Beat(self._is_held))
         self._backoff.answered(agent.machine)
@@ -379,6 +393,16 @@ class RunWorkers:
         agent.is_lost = True
         agent.copies.close()
         agent.channel.close()
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether agents can be had beyond those that are there."""
+        return self._engine is not None and self._engine.can_grow
+
+    def grow(self, num_agents: int) -> None:
+        """Have the engine give so many agents more, as soon as it can; those under way count."""
+        num_retried = sum(agent.should_retry for agent in self._agents)
+        self._num_to_ask = max(0, num_agents - num_retried - len(self._coming))
 
     @property
     def num_free(self) -> int:
@@ -411,7 +435,9 @@ class RunWorkers:
 
     def machine_of(self, agent: AgentHandle) -> int:
         """Return the number of an agent's machine."""
-        return list(dict.fromkeys(other.machine for other in self._agents)).index(agent.machine)
+        for other in (*self._agents, agent):
+            self._machine_numbers.setdefault(other.machine, len(self._machine_numbers))
+        return self._machine_numbers[agent.machine]
 
     @property
     def machines(self) -> dict[int, int]:
@@ -457,8 +483,15 @@ class RunWorkers:
         for agent in self._agents if self._engine is not None else ():
             if agent.should_retry and not self._backoff.is_paused(agent.machine, now_s):
                 self._reopen(agent, now_s)
+        while self._num_to_ask and self._engine is not None and not self._backoff.is_paused("", now_s):
+            self._num_to_ask -= 1
+            try:
+                self.expect(self._engine.grow(), now_s)
+            except ShoalError as error:
+                self._output.say(error.what)
+        limit_s = _ANSWER_S if self._engine is None else self._engine.answer_s
         for coming in list(self._coming):
-            if hear_hello(coming[0], now_s, coming[2], _ANSWER_S):
+            if hear_hello(coming[0], now_s, coming[2], limit_s):
                 self._coming.remove(coming)
                 self._welcome(*coming[:2], now_s)
 
@@ -476,12 +509,18 @@ class RunWorkers:
     def _welcome(self, agent: AgentHandle, lost: AgentHandle | None, now_s: float) -> None:
         """Take in an agent that has answered; one that cannot take part on a lost host is tried again."""
         if agent.error is None:
-            joined = f"has joined with {agent.slots} slots" if lost is None else "is back"
+            is_back = lost is not None and lost.machine == agent.machine
+            joined = "is back" if is_back else f"has joined with {agent.slots} slot{'s' * (agent.slots > 1)}"
             self._output.say(f"{agent.host} {joined}")
+            if lost is not None:
+                self._backoff.answered(lost.machine)
             self._admit(agent)
             return
         agent.channel.abandon()
-        if lost is None:
+        if lost is None and not agent.has_joined:
+            self._num_to_ask += 1
+            self._pause("", now_s)
+        elif lost is None:
             self._output.say(f"{agent.host} cannot join: {agent.error.what}")
         else:
             self._retry_later(lost, now_s)
@@ -591,7 +630,12 @@ class RunWorkers:
 
     def _retry_later(self, lost: AgentHandle, now_s: float) -> None:
         lost.should_retry = True
-        self._backoff.failed(lost.machine, now_s)
+        self._pause(lost.machine, now_s)
+
+    def _pause(self, machine: str, now_s: float) -> None:
+        """Try a machine later; several of its agents that fail at once have failed once."""
+        if not self._backoff.is_paused(machine, now_s):
+            self._backoff.failed(machine, now_s)
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:

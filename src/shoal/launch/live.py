@@ -135,15 +135,17 @@ class LiveRun:
         going = self._going
         kept = self._leaving_by_request[: max(0, size - len(going))]
         num_more = size - len(going) - len(kept)
-        if num_more > self._run.num_free:
+        num_agents = max(0, num_more - self._run.num_free)
+        if num_agents and not self._run.can_grow:
             raise UsageError(
                 f"The hosts of this run have {self._run.num_free} free slots, and {num_more} are needed."
             )
         self._num_wanted = size
         self._coordinator.keep(kept)
         self._retired = {number: None for number in self._retired if number not in kept}
-        for _ in range(num_more):
+        for _ in range(num_more - num_agents):
             self._start_worker()
+        self._run.grow(num_agents)
         leaving = [worker.rank for worker in going[size:]]
         self._retire(leaving)
         if leaving:

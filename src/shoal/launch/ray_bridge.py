@@ -2,7 +2,8 @@
 
 So a head polls plain descriptors, and what Ray prints never comes between the lines of workers. The bridge
 has one actor placed for each worker. When the head closes a socket its agent ends; when all have ended, the
-bridge ends, and with it the Ray job.
+bridge ends, and with it the Ray job. In a run whose workers come and go the head sends the sockets of more
+actors over a socket of their own: Ray starts each as soon as there is room, also on a node that comes later.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class BridgeReport(Message, frozen=True, omit_defaults=True):
     """What the cluster lacks for now."""
     places: list[ActorPlace] | None = None
     """The agents run, one behind each descriptor, in order; descriptors that are left over are closed."""
+    added: tuple[int, ActorPlace] | None = None
+    """The actor behind this descriptor, one that was asked for later, runs here."""
     lost: tuple[int, str] | None = None
     """The actor behind this descriptor has gone, and why."""
     refusal: JobFailed | None = None
@@ -183,9 +186,19 @@ class Bridge:
         self._ray = ray
         self._request = request
         self._report = report
+        self._group: Any = None
+        self._num_gpus = 0.0
+        self._num_links = 0
+        self._num_in_group = 0
+        """The actors that have a bundle of the placement group."""
+        self._visible: dict[str, list[ActorPlace | None]] = {}
+        """By node: the actors there, by the local ranks of their workers; None for one that has gone."""
 
-    def run(self, descriptors: list[int]) -> None:
-        """Place the actors, start the agents, and copy until all have ended; ShoalError without room."""
+    def run(self, descriptors: list[int], more: socket.socket | None = None) -> None:
+        """Place the actors, start the agents, and copy until all have ended; ShoalError without room.
+
+        Over `more` come the descriptors of actors that are asked for later.
+        """
         actors, places = self._place()
         for descriptor in descriptors[len(actors) :]:
             os.close(descriptor)
@@ -193,24 +206,15 @@ class Bridge:
         starts = [actor.start.remote(variables_of(place, places)) for actor, place in pairs]
         self._ray.get(starts, timeout=self._request.start_timeout_s)
         self._report(BridgeReport(places=places))
+        for place in places:
+            self._visible.setdefault(place.node, []).append(place)
         with LoopThread("ray-bridge") as loop:
-            loop.run(self._copy(actors, descriptors))
+            loop.run(self._copy(actors, places, descriptors, more))
 
     def _place(self) -> tuple[list[Any], list[ActorPlace]]:
         """Return actors and where they are, a node's one after the other."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group, num_gpus = self._reserve()
-        remote = self._ray.remote(AgentActor)
-        actors = [
-            remote.options(
-                num_cpus=self._request.num_cpus,
-                num_gpus=num_gpus,
-                max_concurrency=2,  # it reads while it writes
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote()
-            for i in range(group.bundle_count)
-        ]
+        self._group, self._num_gpus = self._reserve()
+        actors = [self._make_actor(bundle) for bundle in range(self._group.bundle_count)]
         asked = [actor.where.remote() for actor in actors]
         try:
             places: list[ActorPlace] = self._ray.get(asked, timeout=self._request.start_timeout_s)
@@ -223,6 +227,24 @@ class Bridge:
         nodes = [place.node for place in places]
         order = sorted(range(len(nodes)), key=lambda i: nodes.index(nodes[i]))
         return [actors[i] for i in order], [places[i] for i in order]
+
+    def _make_actor(self, bundle: int | None) -> Any:
+        """Have Ray start an actor in that bundle of the placement group, in any (-1), or outside of it."""
+        options: dict[str, Any] = {}
+        if bundle is not None:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
+
+            options["scheduling_strategy"] = InGroup(self._group, placement_group_bundle_index=bundle)
+        return (
+            self._ray.remote(AgentActor)
+            .options(
+                num_cpus=self._request.num_cpus,
+                num_gpus=self._num_gpus,
+                max_concurrency=2,  # it reads while it writes
+                **options,
+            )
+            .remote()
+        )
 
     def _reserve(self) -> tuple[Any, float]:
         """Return a placement group for as many workers as there is room for, and the GPUs of each."""
@@ -272,22 +294,115 @@ class Bridge:
         """Return what each node has."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    async def _copy(self, actors: list[Any], descriptors: list[int]) -> None:
+    async def _copy(
+        self,
+        actors: list[Any],
+        places: list[ActorPlace],
+        descriptors: list[int],
+        more: socket.socket | None,
+    ) -> None:
         async with Scope("the links to all actors") as scope:
+            self._num_links = self._num_in_group = len(actors)
             for index, actor in enumerate(actors):
-                scope.start(self._link(index, actor, descriptors[index]))
+                end = socket.socket(fileno=descriptors[index])
+                scope.start(self._link(scope, index, end, actor, places[index]))
+            if more is not None:
+                scope.start(self._take_more(scope, more, len(descriptors)))
 
-    async def _link(self, index: int, actor: Any, descriptor: int) -> None:
-        with socket.socket(fileno=descriptor) as end:
-            why_lost = await ActorLink(actor, end).run()
-            if why_lost:  # told before the head finds the end of what came
-                self._report(BridgeReport(lost=(index, why_lost)))
+    async def _take_more(self, scope: Scope, more: socket.socket, index: int) -> None:
+        """Start another actor for each descriptor that comes; they are counted on from `index`."""
+        more.setblocking(False)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                data, found, _, _ = socket.recv_fds(more, 1, 1)
+                if not data:
+                    return
+                for descriptor in found:
+                    self._num_links += 1
+                    scope.start(self._link(scope, index, socket.socket(fileno=descriptor)))
+                    index += 1
+                continue
+            await _wait_readable(more)
+
+    async def _link(
+        self,
+        scope: Scope,
+        index: int,
+        end: socket.socket,
+        actor: Any = None,
+        place: ActorPlace | None = None,
+    ) -> None:
+        """Pass on what one actor and the head tell each other; without one, have another started first.
+
+        That one takes the place of one that has gone, if the placement group holds such a place.
+        """
+        is_in_group = actor is not None or self._num_in_group < self._group.bundle_count
+        self._num_in_group += is_in_group and actor is None
+        try:
+            with end:
+                if actor is None:
+                    actor = self._make_actor(-1 if is_in_group else None)
+                    place, why_lost = await self._start(actor, end)
+                    if place is not None and not why_lost:
+                        self._report(BridgeReport(added=(index, place)))
+                else:
+                    why_lost = ""
+                if not why_lost and place is not None:
+                    why_lost = await ActorLink(actor, end).run()
+                if why_lost:  # told before the head finds the end of what came
+                    self._report(BridgeReport(lost=(index, why_lost)))
+        finally:
+            for here in self._visible.values():
+                here[:] = [None if other is place else other for other in here]
+            self._num_in_group -= is_in_group
+            self._num_links -= 1
+            if not self._num_links:
+                scope.cancel()
+
+    async def _start(self, actor: Any, end: socket.socket) -> tuple[ActorPlace | None, str]:
+        """Wait until an actor runs; return where, or why it does not. neither if the head has given up."""
+        end.setblocking(False)
+        try:
+            async with asyncio.timeout(None) as limit, Scope("start another actor") as scope:
+                scope.start(_end_when_readable(end, limit))  # the head speaks when it has heard something
+                place: ActorPlace = await actor.where.remote()
+                await actor.start.remote(self._variables_of_another(place))
+                scope.cancel()
+        except Exception as error:  # noqa: BLE001  Ray has many kinds
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+            return None, "" if limit.expired() else reason_of(error)
+        return place, ""
+
+    def _variables_of_another(self, place: ActorPlace) -> dict[str, str]:
+        """Show it its GPU as that of the first local rank which is free on its node."""
+        here = self._visible.setdefault(place.node, [])
+        if None in here:
+            here[here.index(None)] = place
+        else:
+            here.append(place)
+        return variables_of(place, [place if other is None else other for other in here])
 
 
 def variables_of(place: ActorPlace, places: list[ActorPlace]) -> dict[str, str]:
     """Show a worker its machine's GPUs, as other launchers do; the one of its local rank is its own."""
     gpus = [gpu for other in places if other.node == place.node for gpu in other.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpus))} if gpus else {}
+
+
+async def _wait_readable(end: socket.socket) -> None:
+    """Wait until there is something to read, or nothing will come any more."""
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(end, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(end)
+
+
+async def _end_when_readable(end: socket.socket, limit: asyncio.Timeout) -> None:
+    await _wait_readable(end)
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _check_head() -> None:
@@ -329,7 +444,7 @@ def _require_listener(address: str) -> None:
 
 
 def main(descriptors: list[int]) -> int:
-    """Run until the head or all agents have gone."""
+    """Run until the head or all agents have gone; over the last descriptor come those of more actors."""
     head: MessageStream[ActorRequest] = MessageStream(0, os.dup(1), Decoder(ActorRequest))
     os.dup2(2, 1)  # what Ray prints is no report
     while not (requests := head.take()):
@@ -340,7 +455,8 @@ def main(descriptors: list[int]) -> int:
         ray = _connect(requests[0].address)
         head.send(BridgeReport())
         try:
-            Bridge(ray, requests[0], head.send).run(descriptors)
+            with socket.socket(fileno=descriptors.pop()) as more:
+                Bridge(ray, requests[0], head.send).run(descriptors, more)
         finally:
             ray.shutdown()
     except ShoalError as error:

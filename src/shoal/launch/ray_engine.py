@@ -1,7 +1,9 @@
 """`shoal run --engine ray`: workers as actors on a Ray cluster that runs already.
 
 Each worker has an agent of its own, on the machine that its Ray node is; what the head does with agents is
-the same as over ssh. Ray itself is spoken to by a child process (`ray_bridge`), one for each start.
+the same as over ssh. Ray itself is spoken to by a child process (`ray_bridge`), one for each start. A run
+whose workers come and go asks it for another actor where one is lost, or more workers are wanted: Ray starts
+that wherever the cluster has room, now or later.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream
+from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream, Up
 from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import Outcome
@@ -53,9 +55,13 @@ def run_on_ray(
 class RayEngine(Engine):
     """Has other actors started for each start, by another process that speaks with Ray."""
 
+    can_grow = True
+
     def __init__(self, request: ActorRequest, output: Output) -> None:
         self._request = request
         self._output = output
+        self._bridge: BridgeProcess | None = None
+        self.answer_s = request.start_timeout_s
 
     def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
         """Return an agent for each actor; ShoalError where the cluster has no room for as many as are needed.
@@ -74,6 +80,7 @@ class RayEngine(Engine):
             except BaseException:
                 bridge.close_ends(range(request.num_workers))
                 raise
+        self._bridge = bridge
         for number in numbers:
             signal.raise_signal(number)  # for the inbox of the caller
         places = places or [ActorPlace("", "", "the Ray cluster", sys.executable)]
@@ -82,6 +89,24 @@ class RayEngine(Engine):
             AgentHandle(RayChannel(bridge, i, place), 1, place.node, place.python, address=place.address)
             for i, place in enumerate(places)
         ]
+
+    def reopen(self, lost: AgentHandle) -> AgentHandle | None:
+        """Have another actor started wherever there is room: the node of the lost one may be gone."""
+        return self.grow()
+
+    def grow(self) -> AgentHandle:
+        """Return the agent of another actor, which answers once the cluster has room for it."""
+        assert self._bridge is not None, "open() comes first"
+        index = self._bridge.ask_another()
+        unknown = ActorPlace("", "", "the Ray cluster", sys.executable)
+        channel = RayChannel(self._bridge, index, unknown)
+        agent = AgentHandle(channel, 1, f"actor {index}")
+
+        def settle(place: ActorPlace) -> None:
+            agent.machine, agent.python, agent.address = place.node, place.python, place.address
+
+        channel.on_place = settle
+        return agent
 
     def _say(self, text: str) -> None:
         """Say it at once: nobody writes out what is queued before the workers run."""
@@ -97,12 +122,15 @@ class BridgeProcess:
         self._began_s = SYSTEM_CLOCK.now_s()
         self._is_connected = False
         self._why_lost: dict[int, str] = {}
+        self._added: dict[int, ActorPlace] = {}
+        self._more, more = socket.socketpair()
         pairs = [socket.socketpair() for _ in range(request.num_workers)]
         self.ends = [ours for ours, _ in pairs]
         """The ways to the actors."""
-        theirs = [end.fileno() for _, end in pairs]
+        theirs = [*(end.fileno() for _, end in pairs), more.fileno()]
         command = [sys.executable, "-P", "-c", _BRIDGE, *map(str, theirs)]
         self._child = ChildProcess(command, pass_fds=theirs)
+        more.close()
         for _, end in pairs:
             end.close()
         source, sink = self._child.stdout.fileno(), self._child.stdin.fileno()
@@ -116,8 +144,8 @@ class BridgeProcess:
         for report in self._take_reports():
             self._is_connected = True
             if report.refusal is not None:
-                what, cause, next_step = msgspec.structs.astuple(report.refusal)
-                raise ShoalError(what, cause=cause, next_step=next_step)
+                refusal = report.refusal
+                raise ShoalError(refusal.what, cause=refusal.cause, next_step=refusal.next_step)
             if report.places is not None:
                 return report.places
             if report.waiting:
@@ -135,6 +163,26 @@ class BridgeProcess:
             )
         return None
 
+    def ask_another(self) -> int:
+        """Have one more actor started; return its index. PeerUnreachable when the process has ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._more, [b"\0"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise PeerUnreachable(
+                    f"The process that speaks with Ray has ended: {error.strerror or error}.",
+                    next_step="start the run again.",
+                ) from error
+        self.ends.append(ours)
+        return len(self.ends) - 1
+
+    def place_of(self, index: int) -> ActorPlace | None:
+        """Return where an actor runs that was asked for later; None until it does."""
+        self._take_reports()
+        return self._added.get(index)
+
     def why_lost(self, index: int) -> str:
         """Return what Ray says of an actor that has gone."""
         self._take_reports()
@@ -147,6 +195,7 @@ class BridgeProcess:
         for index in indices:
             self.ends[index].close()
         if all(end.fileno() < 0 for end in self.ends):
+            self._more.close()
             if not self._is_connected:
                 self._child.kill()
             self._stream.stop_writing()
@@ -156,6 +205,7 @@ class BridgeProcess:
         self._stream.receive()
         reports = self._stream.take()
         self._why_lost.update(report.lost for report in reports if report.lost is not None)
+        self._added.update(report.added for report in reports if report.added is not None)
         return reports
 
     def _describe_end(self) -> str:
@@ -168,11 +218,20 @@ class RayChannel(DescriptorChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
     def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:
-        where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
+        self.on_place: Callable[[ActorPlace], None] | None = None
+        """Is told where the actor runs, once that is known; None where it was known at first."""
         self._bridge = bridge
         self._index = index
         descriptor = bridge.ends[index].fileno()
-        super().__init__(f"{place.host}{where}", descriptor, descriptor)
+        super().__init__(_describe(place), descriptor, descriptor)
+
+    def take(self) -> list[Up]:
+        """Return what has come; an actor that was asked for later says first where it runs."""
+        if self.on_place is not None and (place := self._bridge.place_of(self._index)) is not None:
+            self.host = _describe(place)
+            self.on_place(place)
+            self.on_place = None
+        return super().take()
 
     def explain(self) -> ShoalError:
         """Say it as the bridge says it."""
@@ -187,3 +246,8 @@ class RayChannel(DescriptorChannel):
         """Close the socket, by which the bridge has the agent end; idempotent."""
         super().close()
         self._bridge.close_ends([self._index])
+
+
+def _describe(place: ActorPlace) -> str:
+    where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
+    return f"{place.host}{where}"

@@ -30,7 +30,7 @@ from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
 from shoal.data.course import merge
 from shoal.data.kept import KeptLoaders, kept_loaders
-from shoal.data.seeds import generator_states, set_generators
+from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import Group, share
 from shoal.group.states import agree, on_first, take_state
 from shoal.strategies.averaging import has_mean, own_model
@@ -100,8 +100,7 @@ class RunCheckpoints:
         if self._asked is not None or RunOptions.from_environment().checkpoint is not None:
             _refuse_shards(session)
         strategy, group, is_first = session.strategy, still_there(session.group), self._known_group is None
-        if self._known_group is not session.group:
-            self._kept, self._known_group = _find_kept_folder(session.group, self.folder), session.group
+        self.find_folder(session)
         asked, self._asked = self._asked, None
         folder, loaders = asked or (self.folder if is_first else None, ())
         chosen = None if folder is None else _choose(group, folder, strategy.name)
@@ -136,13 +135,16 @@ class RunCheckpoints:
             strategy.load_common_state(state["strategy"])
         return "exact" if is_exact else "common"
 
+    def find_folder(self, session: TrainingSession) -> None:
+        """Finds out where this run keeps checkpoints by itself, if that is not known. Collective."""
+        if self._known_group is not session.group:
+            self._kept, self._known_group = _find_kept_folder(session.group, self.folder), session.group
+
     def restore_random(self) -> None:
         """Sets the generators as they were saved: what the start of a strategy has drawn does not count."""
         states, self._random = self._random, None
         if states is not None:
-            set_generators(states)
-            if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all(states["cuda"])
+            set_states_of_process(states)
 
     def save(
         self,
@@ -263,9 +265,8 @@ def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: L
         kept.add(loader.course)
     named, has_replica = session.named_tensors, session.strategy.has_own_replica
     model, optimizer = own_model(session.model), session.optimizer.state_dict()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    random = {**generator_states(), "cuda": cuda}
-    own: dict[str, Any] = {"strategy": state, "random": random, "loaders": kept.states(), "tensors": {}}
+    own: dict[str, Any] = {"strategy": state, "random": states_of_process()}
+    own |= {"loaders": kept.states(), "tensors": {}}
     if session.group.size > 1:
         own["tensors"] = {
             name: tensor

@@ -10,6 +10,10 @@ Where models are equal on all workers (`all-reduce`), each says by a hash what i
 furthest on are right, and all others take parameters, buffers, the optimizer's state and the strategy's from
 them, from several at once. Elsewhere those who have trained go on from the mean of their models, new workers
 too, and these take the rest from one of them.
+
+Where the launcher ends all workers between two generations (`group.restarting`), each leaves what it has in
+the memory of its machine. The next generation consists of new processes, which take that up when their
+session starts; all else is the same.
 """
 
 from __future__ import annotations
@@ -17,20 +21,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 
-from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError
+from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError, UsageError
 from shoal.core.elastic import LeavingRun, Progress
 from shoal.core.status import tell_launcher
 from shoal.data.course import merge
 from shoal.data.kept import kept_loaders
+from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import share
 from shoal.group.elastic import ElasticGroup
+from shoal.group.restarting import RestartedGroup
 from shoal.group.states import take_state
 from shoal.strategies.averaging import has_mean
 from shoal.tensors.buckets import packed_on_devices
@@ -102,8 +108,17 @@ class ElasticTraining:
         """Whether the session has started in the present group; not so while it starts."""
         self.kept_state: dict[str, Any] = {}
         """The strategy's, as it was when the session was whole the last time."""
+        self.is_between = False
+        """Whether this worker is between two steps, and in nothing of the session's: it could stop here."""
         self._session = session
         self._group = group
+        self._restarted = group if isinstance(group, RestartedGroup) else None
+        self._number = 0
+        """Counts the sessions of a group whose workers are started anew."""
+        self._waiting_states: list[Any] = []
+        """How far loaders were, in the process before this one, that may be divided later."""
+        self._random: Mapping[str, Any] | None = None
+        """The generators of random numbers as they were there."""
         self._loaders = kept_loaders(group)
         self._attached = _sessions.setdefault(group, [])
         self._generation, self._rank, self._size = 0, 0, 0
@@ -121,6 +136,10 @@ class ElasticTraining:
         group = self._group
         group.link.is_lockstep = self._session.strategy.is_lockstep
         self._attached.append(self)
+        if self._restarted is not None:
+            self._number = group.notes["num_restarted"] = group.notes.get("num_restarted", 0) + 1
+            self._take_up(self._restarted)
+            self._restarted.listen(lambda: _stop_between(group))
         if group.is_pending or (self._is_first and group.is_due(0)):
             _regroup(group, None)
             return
@@ -139,10 +158,21 @@ class ElasticTraining:
         if self._change is not None:
             follow(*self._change)
 
-    def ended(self) -> None:
-        """Takes note of the session's end."""
+    def ended(self, *, is_failed: bool = True) -> None:
+        """Takes note of the session's end; after one in order nothing is left of it."""
         if self in self._attached:
             self._attached.remove(self)
+        if self._restarted is not None and not is_failed:
+            self._restarted.memory.discard(self._number)
+            if not self._attached:
+                self._restarted.stop_listening()
+
+    def fail(self, error: object) -> None:
+        """Leaves the state to the next process, where a loss has ended the loop between two steps."""
+        can_stop = self._restarted is not None and self.is_whole and self.is_between
+        if can_stop and (isinstance(error, PeerLost) or self._group.is_due(self._session.steps)):
+            self.drop_step()
+            _put_aside(self)
 
     def interrupt(self, error: PeerLost) -> None:
         """Ends the present generation for this worker, because of a loss."""
@@ -160,6 +190,14 @@ class ElasticTraining:
             self._loaders.roll_back()
         else:
             self._loaders.mark()
+        self.is_between = True
+        if self._restarted is not None and len(group.lost) > len(group.lost_notes):
+            self._note_losses()
+            if self._restarted.restart_link.has_restarts_left:
+                # where the others could go on: only a new generation divides the data anew
+                rank, loss = next(iter(group.lost.items()))
+                self.error = self.error or loss.error(f" after step {strategy.steps}")
+                log.info("rank %d ends because of the loss of rank %d", self._rank, rank)
         if self.error is not None:
             _regroup(group, self.error)
         elif self._is_first:
@@ -167,6 +205,12 @@ class ElasticTraining:
                 self._tell_progress()
             if group.is_due(strategy.steps):
                 _regroup(group, None)
+
+    def drop_step(self) -> None:
+        """Ends the loop between two steps: what was taken for the next one comes again."""
+        self._session.interrupt()
+        self._dropped = self._places()
+        self._loaders.roll_back()
 
     def take_over(self) -> bool:
         """Takes from those who have trained what this worker lacks; False if nobody has. Collective."""
@@ -185,6 +229,12 @@ class ElasticTraining:
             self._told(self._group.lost_notes),
         )
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
+        if self._restarted is not None:
+            # what is older was left by workers that the others have gone on without
+            last = max((each.generation for each in accounts if each.has_trained), default=0)
+            for each in accounts:
+                each.has_trained = each.has_trained and each.generation == last
+            self.has_trained = any(each.has_trained for each in accounts if each.rank == group.rank)
         trained = [each for each in accounts if each.has_trained]
         if not trained:
             self._loaders.place(group.rank, group.size)
@@ -205,25 +255,32 @@ class ElasticTraining:
             newest = max(trained, key=lambda each: each.generation)
             self._size = newest.old_size  # what it has taken over is of so many workers
         session.mark_equal()
+        if self._restarted is not None:
+            strategy.checkpoints.find_folder(session)  # nothing is resumed from there, and more is saved
         if group.rank == ahead.rank:
             _tell(self._group, accounts, ahead.steps)
         return True
 
     # What a session has, and takes.
 
-    def _state(self, *, has_means: bool) -> dict[str, Any]:
+    def _common_state(self) -> dict[str, Any]:
         """Gives what a worker needs to go on as this one, but for what is averaged.
 
-        Without means, which is where gradients are shared, buffers are each worker's own, and no part of it.
+        Where gradients are shared there are no means, and buffers are each worker's own, and no part of it.
         """
+        if self._session.strategy.shares_gradients:
+            return self._state(self._buffers)
+        return self._state([name for name, tensor in self._session.named_tensors.items() if has_mean(tensor)])
+
+    def _state(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+        """Gives what this worker has learned, but for tensors of these names."""
         session = self._session
-        own = {} if has_means else self._buffers
         extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
         return {
             "tensors": {
                 name: tensor.detach()
                 for name, tensor in session.named_tensors.items()
-                if name not in own and not (has_means and has_mean(tensor))
+                if name not in left_out
             },
             "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
             "optimizer": session.optimizer.state_dict(),
@@ -243,7 +300,7 @@ class ElasticTraining:
     def _take_equal(self, ahead: Sequence[int]) -> None:
         """Takes the state that most of those hold who are furthest on, unless this worker holds it."""
         group = self._session.group
-        held = HeldState(self._state(has_means=False)) if group.rank in ahead else None
+        held = HeldState(self._common_state()) if group.rank in ahead else None
         names = share(group, "" if held is None else held.name)
         counted = collections.Counter(name for name in names if name)
         name = max(counted, key=lambda each: (counted[each], -names.index(each)))
@@ -270,7 +327,7 @@ class ElasticTraining:
                     bucket.store(members)
         if len(trained) == group.size:
             return
-        held = HeldState(self._state(has_means=True)) if group.rank == first else None
+        held = HeldState(self._common_state()) if group.rank == first else None
         name = share(group, "" if held is None else held.name)[first]
         self._transfer(held, name, [first], [rank for rank in range(group.size) if rank not in trained])
 
@@ -283,8 +340,7 @@ class ElasticTraining:
         if not takers or self._take_directly(held, name, donors, takers):
             return
         # over the group: there is no network beside it, or somebody could not use that
-        has_means = not self._session.strategy.shares_gradients
-        state = take_state(group, lambda: self._state(has_means=has_means), donors[0])
+        state = take_state(group, self._common_state, donors[0])
         if group.rank in takers:
             self._load(state)
 
@@ -348,7 +404,8 @@ class ElasticTraining:
         # with equal gradients a step counts for all workers, or is done again by the others
         is_equal = self._session.strategy.shares_gradients
         lost = {} if is_equal else {rank: note for each in known for rank, note in each.lost.items()}
-        states = take_state(group, loaders.states, first)
+        states = take_state(group, self._loader_states, first)
+        most_per_step = loaders.items_per_step
         loaders.add_lost(take_state(group, loaders.lost, first))
         merged: list[Mapping[str, Any] | None] = []
         for number, state in enumerate(states):
@@ -360,11 +417,15 @@ class ElasticTraining:
             others |= {rank: left[rank][number] for rank in left if number < len(left[rank])}
             nearest = min(others.values(), key=_order)
             gone = [rank for rank in range(size) if rank not in others]
-            for rank in [rank for rank in gone if rank in lost]:
-                note = lost[rank]
+            is_guessed = self._restarted is not None and not is_equal
+            for rank in [rank for rank in gone if rank in lost or is_guessed]:
+                note = lost.get(rank)
+                if note is None:  # lost, and nobody has noticed
+                    note = self._guess([*[None] * number, nearest])
                 place = note.places[number] if number < len(note.places) else None
                 others[rank] = place = [*nearest[:2], 0] if place is None else place
-                num_more = (note.num_ahead + 1) * loaders.items_per_step[number] if note.num_ahead else 0
+                per_step = most_per_step[number] if number < len(most_per_step) else 0
+                num_more = (note.num_ahead + 1) * per_step if note.num_ahead else 0
                 items = loaders.note_lost(number, place, (rank, size), note.num_since + 1, num_more)
                 if items and group.rank == first:
                     _tell_lost(place[0], items)
@@ -405,8 +466,84 @@ class ElasticTraining:
 
     def _places(self) -> list[Any]:
         """Gives how far each loader is: its epoch, what earlier generations took of that, and this one."""
-        states = self._loaders.states()
+        states = self._loader_states()
         return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+
+    def _loader_states(self) -> list[Any]:
+        states = self._loaders.states()
+        return [*states, *self._waiting_states[len(states) :]]
+
+    # What is left to the process that is started in the place of this one.
+
+    def _take_up(self, restarted: RestartedGroup) -> None:
+        """Takes what was left to this session, as if it had been there in the generation before."""
+        kept = restarted.memory.take(self._number)
+        if kept is None:
+            return
+        try:
+            there = {name: tensor.shape for name, tensor in self._session.named_tensors.items()}
+            if there != {name: tensor.shape for name, tensor in kept["tensors"].items()}:
+                raise ValueError("its parameters and buffers have other names or shapes")
+            self._load(kept)
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"what this worker has left before it was started anew does not fit: {error}",
+                cause="the model or the optimizer is built in another way than then.",
+                next_step="build them alike at each start; end torchrun and start it again to begin anew.",
+            ) from error
+        self.has_trained, self.kept_state = True, kept["strategy"]
+        self._generation, self._rank, self._size = kept["place"]
+        self._numbers = list(range(self._size))
+        self._dropped, self._random = kept["dropped"], kept["random"]
+        self._group.lost_notes.update({int(rank): bytes.fromhex(note) for rank, note in kept["notes"]})
+        if self._is_first:
+            self._waiting_states = kept["loaders"]
+            self._loaders.load(kept["loaders"])
+            self._loaders.add_lost(kept["lost"])
+
+    def keep(self) -> None:
+        """Leaves what this session has to the process that is started in the place of this one.
+
+        Nothing where torchrun starts none.
+        """
+        restarted, session = self._restarted, self._session
+        if restarted is None:
+            return
+        link, strategy = restarted.restart_link, session.strategy
+        if not link.is_stopping and not link.has_restarts_left:
+            return
+        self._note_losses()
+        content = {
+            **self._state(),
+            "strategy": self.kept_state,
+            "place": [self._generation, self._rank, self._size],
+            "dropped": self._dropped,
+            "loaders": self._loader_states(),
+            "lost": self._loaders.lost(),
+            "notes": [[rank, note.hex()] for rank, note in self._group.lost_notes.items()],
+            "random": states_of_process(),
+        }
+        try:
+            restarted.memory.keep(self._number, self._generation, strategy.name, strategy.steps, content)
+        except (OSError, ShoalError) as error:
+            log.error(
+                "rank %d cannot leave its model to the worker that is started in its place: %s",
+                self._rank, error,
+            )  # fmt: skip
+        else:
+            log.warning("rank %d leaves step %d in the memory of its machine", self._rank, strategy.steps)
+
+    def _note_losses(self) -> None:
+        """Notes where workers may have been that are lost: nobody has heard it from themselves."""
+        for rank in self._group.lost:
+            if rank not in self._group.lost_notes:
+                self._group.lost_notes[rank] = msgspec.msgpack.encode(self._guess(self._places()))
+
+    def _guess(self, places: list[Any]) -> _Note:
+        """Says where a worker may be that is lost: as far as those places, give or take a round."""
+        period = self._session.options.local_steps
+        num_since = self._session.steps % period or period
+        return _Note(self._generation, places, num_since, period)
 
     @property
     def _is_first(self) -> bool:
@@ -423,13 +560,21 @@ class ElasticTraining:
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
         self._numbers = [place.number for place in form.places[self._group.num_servers :]]
         self._dropped, self._tell_step = [], 0
+        self._waiting_states = []
+        random, self._random = self._random, None
+        if random is not None:
+            set_states_of_process(random)
+        if self._restarted is not None:
+            self._restarted.memory.discard(self._number)
+        self.is_between = True
         self.can_share = not self._session.is_alone
         if self._is_first:
             self._group.link.trains_on(self._session.strategy.steps)
             if not self._session.strategy.shares_gradients:
                 self._tell_progress()
         has_changed = old_size and old_size != self._size
-        self._change = (old_size, self._size) if is_new and has_changed else None
+        is_new_process = is_new or self._restarted is not None
+        self._change = (old_size, self._size) if is_new_process and has_changed else None
         for follow in self.followers if has_changed else ():
             follow(old_size, self._size)
 
@@ -443,9 +588,13 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
         is_fresh = not any(each.has_trained for each in attached)
         try:
             note = attached[0].note() if attached else b""
+            if group.is_restarted:
+                _abandon(attached)
             group.regroup(steps, is_fresh=is_fresh, error=error, note=note)
         except LeavingRun as leaving:
             _leave(attached, leaving)
+        if group.is_restarted:
+            return
         try:
             for each, state in zip(attached, states, strict=True):
                 each._session.take_group(each._session.group, state)
@@ -470,7 +619,9 @@ def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
         with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
             state = strategy.state_at_end()
         elastic.kept_state = state
-    elastic.is_whole = False
+    if elastic.is_whole:
+        elastic.keep()
+    elastic.is_whole = elastic.is_between = False
     if session.is_in_group:
         session.suspend()
     return elastic.kept_state
@@ -478,11 +629,24 @@ def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
 
 def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
     log.warning("this worker leaves: %s", leaving.what)
+    _abandon(attached)
+    tell_launcher(phase="left")
+    raise SystemExit(0)
+
+
+def _abandon(attached: Sequence[ElasticTraining]) -> None:
     for each in list(attached):
         each.ended()
         each._session.abandon()
-    tell_launcher(phase="left")
-    raise SystemExit(0)
+
+
+def _stop_between(group: ElasticGroup) -> None:
+    """Ends training at once where that is between two steps; otherwise the end of the step finds it due."""
+    attached = _sessions.get(group, [])
+    if all(each.is_between for each in attached):
+        for each in attached:
+            each.drop_step()
+        _regroup(group, None)
 
 
 def _close(loop: LoopThread, transport: StreamTransport) -> None:

@@ -219,6 +219,12 @@ def make_strategy(group: Group, name: str, **options: Any) -> Strategy:
     return load_class(info)(group, **{**implied, **options})
 
 
+def has_own_channel(strategy: Strategy) -> bool:
+    """Tell whether something else than its group carries what a strategy shares."""
+    row = BUILT_IN.get(strategy.name)
+    return getattr(strategy, "has_own_channel", False) if row is None else row.has_own_channel
+
+
 def from_args(group: Group, *, strategy: str | None = None, **overrides: Any) -> Strategy:
     """Make what `shoal run --strategy …` was asked for, `all-reduce` without; arguments here win.
 

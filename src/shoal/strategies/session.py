@@ -37,6 +37,7 @@ from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.nonfinite import FiniteCheck
+from shoal.strategies.registry import has_own_channel
 from shoal.strategies.start import (
     refuse_foreign,
     refuse_sharded,
@@ -139,6 +140,8 @@ class TrainingSession:
         self._announced: list[int] = []
         """Lost peers that were announced."""
         elastic = elastic_of(self.group)
+        if elastic is not None and elastic.is_restarted and (self.is_sharded or has_own_channel(strategy)):
+            elastic = None  # torch's own, which knows of no other group
         self.elastic = None if elastic is None else ElasticTraining(self, elastic)
         """What this session does where workers come and go; None elsewhere."""
         self._hooks = LoopHooks(self)
@@ -420,6 +423,10 @@ class TrainingSession:
         self.is_open = False
         self._hooks.remove()
 
+    def interrupt(self) -> None:
+        """Forgets what the loop has done since the last step, which counts for nothing."""
+        self._hooks.pause()
+
     def suspend(self) -> None:
         """Gives the model back between two steps, inside of the optimizer's hooks; `enter` comes later."""
         self._hooks.pause()
@@ -437,8 +444,9 @@ class TrainingSession:
     def on_resize(self, follow: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Calls `follow(old_size, new_size)` whenever the group has grown or shrunk, between two steps.
 
-        For learning rates that depend on the number of workers; under `shoal run --elastic` alone. A worker
-        that has come to a run has the others' learning rate of before, so that there it is called at once.
+        For learning rates that depend on the number of workers; under `shoal run --elastic`, and where
+        torchrun has restarted the workers. One that has come to a run, or was started anew, has the learning
+        rate of before, so that there it is called at once.
         """
         if self.elastic is not None:
             self.elastic.follow(follow)
@@ -456,7 +464,7 @@ class TrainingSession:
         num_missed = self._hooks.remove()
         should_leave = not self.stays
         if self.elastic is not None:
-            self.elastic.ended()
+            self.elastic.ended(is_failed=is_failed)
             if not self.is_in_group:
                 return
         if not is_failed:
@@ -484,7 +492,10 @@ class TrainingSession:
         if pid != os.getpid():
             return
         try:
-            self.close(is_failed=has_failed(earlier_error))
+            is_failed = has_failed(earlier_error)
+            if is_failed and self.elastic is not None:
+                self.elastic.fail(getattr(sys, "last_value", None))
+            self.close(is_failed=is_failed)
         except BaseException as error:  # noqa: BLE001 - shown as any other, and the group ends as failed
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
@@ -500,6 +511,8 @@ class TrainingSession:
         loss = None
         if isinstance(self.group, ShardReplicas) and isinstance(error, RuntimeError):
             loss = self.group.find_lost_mate()  # which torch's collectives do not name
+        if error is not None and self.elastic is not None:
+            self.elastic.fail(error)
         self.close(is_failed=error is not None)
         if loss is not None:
             raise lost_mate(loss) from error
@@ -607,19 +620,27 @@ class TrainingSession:
 
     def forward_ended(self) -> None:
         """Is called after a whole forward, in training with gradients."""
-        if self.elastic is None or self.elastic.can_share:
+        if self.elastic is None:
+            self.strategy.after_forward(self)
+        elif self.elastic.can_share:
+            was_between, self.elastic.is_between = self.elastic.is_between, False
             try:
                 self.strategy.after_forward(self)
             except PeerLost as error:
                 self.go_on_without(error)
+            self.elastic.is_between = was_between
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
-        if self.elastic is None or self.elastic.can_share:
+        if self.elastic is None:
+            self.strategy.gradient_ready(self, parameter)
+        elif self.elastic.can_share:
+            was_between, self.elastic.is_between = self.elastic.is_between, False
             try:
                 self.strategy.gradient_ready(self, parameter)
             except PeerLost as error:
                 self.go_on_without(error)
+            self.elastic.is_between = was_between
 
     def go_on_without(self, error: PeerLost) -> None:
         """Goes on where workers come and go, after a loss has ended what was done; elsewhere raises it."""
@@ -633,9 +654,11 @@ class TrainingSession:
     def step_begins(self, num_missed: int) -> float:
         """Prepares the optimizer's step, after `num_missed` skipped ones; returns the factor on its rates."""
         strategy = self.strategy
-        if self.elastic is not None and self.elastic.error is not None:
-            self.finite.hide_gradients()  # the step is dropped as a whole, on all workers
-            return 1.0
+        if self.elastic is not None:
+            self.elastic.is_between = False
+            if self.elastic.error is not None:
+                self.finite.hide_gradients()  # the step is dropped as a whole, on all workers
+                return 1.0
         if not self.is_alone:
             if self._not_shared is not None:
                 self.refuse_foreign()  # it may have come after attach
@@ -688,6 +711,7 @@ class TrainingSession:
         if self.elastic is None:
             self._skip_step()
             return
+        self.elastic.is_between = False
         if self.elastic.error is None:
             try:
                 self._skip_step()
