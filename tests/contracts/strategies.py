@@ -110,7 +110,7 @@ CASES = {
     "parameter-server": Case("parameter-server", needs_more=True),
     "staleness-aware": Case("staleness-aware", needs_more=True),
     "horovod": Case("horovod", needs_more=True),
-    "swarm": Case("swarm", needs_more=True),
+    "swarm": Case("swarm", is_plain_alone=False, needs_more=True),  # but with a target: its own tests
 }
 GIVEN = json.loads(os.environ.get("SHOAL_TEST_CASES", "{}"))
 CASES = {name: Case(name, **told) for name, told in GIVEN.items()} or CASES

@@ -19,7 +19,7 @@ def test_it_is_alone(group):
     assert (group.rank, group.size, group.machine, group.num_machines) == (0, 1, 0, 1)
     assert list(group.members) == [0]
     assert group.lost == {}
-    assert group.stats == GroupStats(0, 0, (0.0,))
+    assert group.stats == GroupStats(0, 0, (0.0,), (0,), (0,))
     assert list(group.machines) == [0]
 
 
