@@ -26,7 +26,8 @@ _BENCHMARKS = {
     "accuracy": BenchmarkWords(
         "How well and how fast each strategy trains",
         "Worker processes on this machine trained the same model from the same start under each strategy. "
-        "Look first at the accuracy against seconds and bytes: higher and further left is better.",
+        "Look first at the accuracy over seconds, then over bytes: higher and further left is better. "
+        "± is the 95 % interval of a mean over runs; bands reach from the lowest run to the highest.",
         "accuracy of strategies",
     ),
     "collectives": BenchmarkWords(
@@ -39,7 +40,7 @@ _BENCHMARKS = {
         "Which strategy reaches the target first",
         "Every strategy had the same task, network, computers and budget. Time is virtual: computed from "
         "the network and the cost of a step, so that the speed of this machine does not matter. "
-        "Bands and ± show how far seeds differ.",
+        "± is the 95 % interval of a mean over runs; bands reach from the lowest run to the highest.",
         "strategies compared",
     ),
     "convergence": BenchmarkWords(
@@ -92,7 +93,10 @@ _BENCHMARKS = {
     ),
     "transport": BenchmarkWords(
         "How fast messages and tensors pass between two processes",
-        "Calls and large buffers went over real sockets of this machine, beside plain sockets in one run.",
+        "Calls and large buffers went over real sockets of this machine. An echo is a call whose bytes come "
+        "back; calls in flight were sent and are not answered yet; a speed in GB/s counts both directions. "
+        "Streams are TCP connections, datagrams single UDP packets, encrypted. Plain sockets, without any "
+        "protocol of ours, were measured in turns with them.",
         "messages and tensors",
     ),
     "virtual": BenchmarkWords(
@@ -103,7 +107,8 @@ _BENCHMARKS = {
 }
 _REAL_COMPARE = (
     "Every strategy had the same task, network, computers and budget. Workers are real processes behind "
-    "shaped links, so that seconds are of the clock on this machine. Bands and ± show how far runs differ."
+    "shaped links, so that seconds are of the clock on this machine. ± is the 95 % interval of a mean over "
+    "runs; bands reach from the lowest run to the highest."
 )
 _VIRTUAL_DHT = (
     "Simulated peers stored records in a distributed hash table and read them back. Time is virtual: "
@@ -125,12 +130,12 @@ METRICS: dict[str, MetricInfo] = {
     "after_fault": MetricInfo("time from a fault to the next step", "s"),
     "asked": MetricInfo("time that clients asked for", "s"),
     "backward_latency": MetricInfo("time of a backward call", "s"),
-    "bytes_sent": MetricInfo("bytes sent in all", "B"),
-    "bytes_to_target": MetricInfo("bytes sent to reach the target", "B"),
+    "bytes_sent": MetricInfo("bytes sent by all workers together", "B"),
+    "bytes_to_target": MetricInfo("bytes sent by all workers to reach the target", "B"),
     "calls_per_s": MetricInfo("calls in a second", "1/s", "higher"),
     "ceiling": MetricInfo("time to move the same bytes over plain sockets", "s"),
     "ceiling_cpu": MetricInfo("processor time to move the same bytes over plain sockets", "s"),
-    "chosen": MetricInfo("chosen for the contest (1: yes)", "", "higher"),
+    "chosen": MetricInfo("chosen for the contest", "", "higher"),
     "completed": MetricInfo("calls that were answered", "", "higher"),
     "consensus_distance": MetricInfo("how far models are apart"),
     "cores_per_worker": MetricInfo("cores of a worker", "", "higher"),
@@ -157,17 +162,17 @@ METRICS: dict[str, MetricInfo] = {
     "fraction_of_own_speed": MetricInfo("speed of a worker as a fraction of its own alone", "", "higher"),
     "fraction_of_sockets": MetricInfo("speed as a fraction of plain sockets", "", "higher"),
     "fraction_of_tls_sockets": MetricInfo("speed as a fraction of plain TLS sockets", "", "higher"),
-    "get_bytes": MetricInfo("bytes of a read", "B"),
-    "get_datagrams": MetricInfo("datagrams of a read"),
+    "get_bytes": MetricInfo("bytes for a record that is read", "B"),
+    "get_datagrams": MetricInfo("datagrams for a record that is read"),
     "get_failures": MetricInfo("reads that failed"),
     "get_hops": MetricInfo("peers asked one after another in a read"),
-    "get_latency": MetricInfo("time of a read", "s"),
-    "get_messages": MetricInfo("messages of a read"),
+    "get_latency": MetricInfo("time of a call that reads", "s"),
+    "get_messages": MetricInfo("messages for a record that is read"),
     "get_met_dead_at_most": MetricInfo("reads that met a dead peer, at most"),
     "get_round": MetricInfo("time of a round of reads", "s"),
     "get_slowest_met_dead": MetricInfo("slowest read that met a dead peer", "s"),
     "get_success": MetricInfo("share of reads that found their record", "", "higher"),
-    "get_time_per_key": MetricInfo("time of a read, many at once", "s"),
+    "get_time_per_key": MetricInfo("time for one record that is read, many in a call", "s"),
     "gpu_allocated": MetricInfo("GPU memory in use", "B"),
     "gpu_reserved": MetricInfo("GPU memory that is held", "B"),
     "gpus_per_worker": MetricInfo("GPUs of a worker", "", "higher"),
@@ -211,16 +216,16 @@ METRICS: dict[str, MetricInfo] = {
     "startup_experts": MetricInfo("time to build the experts", "s"),
     "startup_networking": MetricInfo("time to begin to listen", "s"),
     "steps_to_target": MetricInfo("steps to reach the target"),
-    "store_bytes": MetricInfo("bytes of a store", "B"),
-    "store_datagrams": MetricInfo("datagrams of a store"),
+    "store_bytes": MetricInfo("bytes for a record that is stored", "B"),
+    "store_datagrams": MetricInfo("datagrams for a record that is stored"),
     "store_failures": MetricInfo("stores that failed"),
     "store_hops": MetricInfo("peers asked one after another in a store"),
-    "store_latency": MetricInfo("time of a store", "s"),
-    "store_messages": MetricInfo("messages of a store"),
+    "store_latency": MetricInfo("time of a call that stores", "s"),
+    "store_messages": MetricInfo("messages for a record that is stored"),
     "store_replicas": MetricInfo("peers that hold a record", "", "higher"),
     "store_round": MetricInfo("time of a round of stores", "s"),
     "store_success": MetricInfo("share of stores that succeeded", "", "higher"),
-    "store_time_per_key": MetricInfo("time of a store, many at once", "s"),
+    "store_time_per_key": MetricInfo("time for one record that is stored, many in a call", "s"),
     "survival": MetricInfo("share of peers that are alive at the end", "", "higher"),
     "throughput": MetricInfo("samples in a second", "samples/s", "higher"),
     "tokens_per_s": MetricInfo("tokens in a second, all workers", "tokens/s", "higher"),
@@ -296,8 +301,42 @@ _ALONE = ("contender", "strategy", "method", "scenario", "mode", "model", "via",
 """Entries whose text says enough without the entry's name."""
 
 
-ABSENT = {"via": "streams"}
+ABSENT = {"via": "stream"}
 """What an entry is where a key lacks it and others have it."""
+VALUES = {
+    "via": {
+        "shoal": "stream",
+        "shoal-tls": "stream, TLS",
+        "sockets": "plain sockets",
+        "tls-sockets": "plain sockets, TLS",
+        "udp": "datagram",
+    }
+}
+"""What some values of entries are called for people."""
+_ABSENT_OF = {"fraction_of_tls_sockets": {"via": "stream, TLS"}}
+FACTS = frozenset(
+    {
+        "chosen", "cores_per_worker", "gpus_per_worker", "like_machine_0", "num_samples",
+        "server_processes", "simulated", "total", "touched_experts", "virtual_s", "wall",
+    }
+)  # fmt: skip
+"""Settings and counts, of which more is neither better nor worse for who reads a page."""
+
+
+def value_words(name: str, value: Scalar | None, metric: str = "") -> str:
+    """A value of a key's entry for people; of a figure without the entry, what that means."""
+    if value is None:
+        return _ABSENT_OF.get(metric, {}).get(name, ABSENT.get(name, "–"))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return VALUES.get(name, {}).get(value, text(value))
+    return f"{value:,}"
+
+
+def arrow_of(metric: str, direction: str) -> str:
+    """Which way is better, as an arrow; '' for what is no result."""
+    return "" if metric in FACTS else "↑" if direction == "higher" else "↓"
 
 
 def key_words(name: str) -> str:
@@ -315,7 +354,7 @@ def _entry(name: str, value: Scalar) -> str:
     if isinstance(value, bool):
         return f"{words}: {'yes' if value else 'no'}"
     if isinstance(value, str):
-        return text(value) if name in _ALONE else f"{words} {text(value)}"
+        return value_words(name, value) if name in _ALONE else f"{words} {text(value)}"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
     is_count = name.startswith("num_") or name in _COUNTS
     return f"{shown} {_one(words) if value == 1 else words}" if is_count else f"{words} {shown}"

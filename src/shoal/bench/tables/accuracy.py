@@ -25,7 +25,7 @@ from shoal.report.schema import with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of, t_survival
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, contest_line, title_line, with_every_seed
+from shoal.report.views import DEVIATION, Items, contest_line, runs_of, title_line, with_every_seed
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
 """Digits after the point of what the RESULT line has."""
@@ -164,7 +164,7 @@ def _changes_seen(points: Mapping[str, list[float]], resolution: float) -> str:
     num_seeds = min(map(len, points.values()))
     if num_seeds < MIN_SEEDS:
         few = counted(num_seeds, "run")
-        return f"no trick is seen to change the final accuracy ({few} of each cannot tell, {MIN_SEEDS} may)."
+        return f"no trick is seen to change the final accuracy ({few} of each: a verdict needs {MIN_SEEDS})."
     # each difference is one of two accuracies, both of which are whole examples
     least = resolution * math.sqrt(2 / 12)
     p_values = []
@@ -183,7 +183,7 @@ def accuracy_items(report: Report) -> Items:
     """What was equal for all, a table for each split, one of the tricks, and the headline."""
     config = report.config
     items: Items = [title_line(report), ""]
-    items += [*_conditions(report), ""]
+    items += [*_conditions(report), *[DEVIATION] * (len(report.seeds) > 1), ""]
     for split, named in outcomes_of(report).items():
         items.append(_split_table(split, named, report))
     for row in report.failed:
@@ -199,13 +199,16 @@ def accuracy_items(report: Report) -> Items:
 
 def _conditions(report: Report) -> list[str]:
     config = report.config
-    num_workers, seeds = config.get("num_workers", 0), counted(len(report.seeds), "seed")
+    num_workers, runs = config.get("num_workers", 0), runs_of(report.seeds)
     what = f"{config.get('task')}, {config.get('model')}, {num_workers} workers"
-    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {seeds}"
+    every = config.get("eval_every", 0)
+    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps; {runs}"
     lines = [
         f"{what} on {config.get('device', 'cpu')}, {how_long}.",
         f"SGD, lr {config.get('learning_rate')}, momentum {config.get('momentum')}: the same for all.",
-        "Accuracy is that of the mean of all models on examples for tests; ± is the seeds' deviation.",
+        "Accuracy is that of the mean of all models on examples for tests.",
+        f"The target is an accuracy of {_percent(_target(report))}"
+        + (f", looked at every {counted(every, 'step')}." if every else "."),
     ]
     cores = report.environment.get("cores")
     if isinstance(cores, int) and num_workers > cores:
