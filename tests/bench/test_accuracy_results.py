@@ -110,6 +110,7 @@ def test_the_result_has_means_over_starts(race):
     assert result["final_accuracy"] == {"iid": {"all-reduce": 0.96, "pair": 0.92}}
     assert result["seconds_to_target"] == {"iid": {"all-reduce": 3.0, "pair": 1.5}}
     assert result["bytes_sent"]["iid"]["pair"] == 1_000_000
+    assert result["bytes_to_target"] == {"iid": {"all-reduce": 4_000_000, "pair": 1_000_000}}
     assert "failed" not in result
     assert "points_by_trick" not in result
 

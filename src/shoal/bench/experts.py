@@ -677,7 +677,7 @@ def _conditions(config: ExpertsConfig, num_starts: int) -> list[str]:
     return [
         f"One server with {experts} on {config.device}, {config.precision}.",
         f"{clients}, each with {batches}, {passes}.",
-        f"{counted(num_starts, 'start')}.",
+        f"{counted(num_starts, 'run')}.",
     ]
 
 

@@ -213,7 +213,7 @@ def summarize_transport(report: Report) -> dict[str, Any]:
     result["conditions"] = [
         "One process asks and another answers, both on this machine.",
         "Plain sockets, which have no protocol, are measured in turns with the same bytes.",
-        f"{counted(len(report.seeds), 'start')}.",
+        f"{counted(len(report.seeds), 'run')}.",
     ]
     return with_failed(report, result)
 

@@ -26,7 +26,7 @@ from shoal.report.statistics import (
     start_medians,
 )
 from shoal.report.storage import load
-from shoal.report.units import Scale, scale_for
+from shoal.report.units import Scale, counted, scale_for
 from shoal.report.views import Group, shared_key, short_label
 from shoal.report.words import benchmark_words, figure_scale, key_words, metric_words, sentence_case
 
@@ -346,7 +346,7 @@ class _Drawn:
         }
         if has_band:
             trace["customdata"] = [[low[at], high[at]] for at in range(len(x))]
-            hover += f"<br>starts: %{{customdata[0]:{_NUMBER}}} to %{{customdata[1]:{_NUMBER}}}"
+            hover += f"<br>runs: %{{customdata[0]:{_NUMBER}}} to %{{customdata[1]:{_NUMBER}}}"
             if self.style == "points":
                 trace["error_y"] = _error_bars(self.line, axes.y.factor, colour)
         return [*traces, trace | {"hovertemplate": f"{hover}<extra></extra>"}]
@@ -508,8 +508,12 @@ def rows_figure(
         traces += marks.traces(shade(colour), name)
     words = _axis_title(metric, scale.unit) + (", logarithmic" if is_log else "")
     x: dict[str, Any] = {"title": _title(words), "zeroline": False}
+    values = [value for trace in traces for value in trace["x"] if value is not None]
     if is_log:
-        x |= _decades([value for trace in traces for value in trace["x"] if value is not None and value > 0])
+        x |= _decades([value for value in values if value > 0])
+    elif values and min(values) < max(values):
+        margin = 0.04 * (max(values) - min(values))
+        x["range"] = [min(values) - margin, max(values) + margin]
     return {"data": traces, "layout": _stacked("rows", named, count, x)}
 
 
@@ -541,7 +545,7 @@ class _Marks:
             kept = [sample for sample in samples if not self._is_log or sample > 0]
             self._samples[0].extend(short([sample / scale.factor for sample in kept]))
             self._samples[1].extend([at] * len(kept))
-        lines.append(f"{len(samples):,} samples of {len(row.starts):,} starts")
+        lines.append(f"{counted(len(samples), 'measurement')} of {counted(len(row.starts), 'run')}")
         self._dots[0].extend(short([median / scale.factor]))
         self._dots[1].append(at)
         self._dots[2].append("<br>".join(lines))
@@ -674,7 +678,7 @@ def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
     is_log = min(ends) > 0 and max(ends) > LOG_RATIO * min(ends)
     traces = []
     for series, (name, colour, qs, values) in enumerate(found):
-        hover = f"<b>{_safe(name)}</b><br>%{{y}} within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
+        hover = f"<b>{_safe(name)}</b><br>%{{y}} % within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
         traces.append(
             {
                 "type": "scatter", "mode": "lines", "name": _safe(name), "meta": {"series": series},
@@ -689,8 +693,8 @@ def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
     if is_log:
         x |= _decades([end / scale.factor for end in ends])
     y = {
-        "range": [0, 101], "tickvals": [0, 25, 50, 75, 100], "ticksuffix": "%", "zeroline": False,
-        "title": _title("Share of calls" if named[0][2].metric == "latency" else "Share of samples"),
+        "range": [0, 101], "tickvals": [0, 25, 50, 75, 100], "zeroline": False,
+        "title": _title(f"Share of {'calls' if named[0][2].metric == 'latency' else 'measurements'} (%)"),
     }  # fmt: skip
     return {"data": traces, "layout": _layout("quantiles", 300, xaxis=x, yaxis=y)}
 
@@ -719,7 +723,7 @@ def samples_figure(
             {
                 "type": "scatter", "mode": "markers", "x": x, "y": short(y), "customdata": starts,
                 "marker": {"color": colour, "size": 3.5, "opacity": 0.4},
-                "hovertemplate": f"start %{{customdata}}: %{{y:{_NUMBER}}} {unit_words}<extra></extra>",
+                "hovertemplate": f"run %{{customdata}}: %{{y:{_NUMBER}}} {unit_words}<extra></extra>",
             }
         )  # fmt: skip
         for start, median in enumerate(start_medians(row), 1):
@@ -741,7 +745,7 @@ def samples_figure(
             )  # fmt: skip
         offset += len(row.starts) + 1
     xaxis = {
-        "title": _title("Process start"), "range": [0.3, max(offset - 0.3, 1.7)], "showgrid": False,
+        "title": _title("Run"), "range": [0.3, max(offset - 0.3, 1.7)], "showgrid": False,
         "tickvals": [at for at, _ in ticks], "ticktext": [text for _, text in ticks], "zeroline": False,
     }  # fmt: skip
     yaxis = {"title": _title(_axis_title(metric, scale.unit)), "zeroline": False}

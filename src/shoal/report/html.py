@@ -95,10 +95,11 @@ from shoal.report.words import (
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SCRIPTS = ("drawing.js", "page.js")
 HOW_TO_READ = (
-    "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Those that a row has "
-    "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. "
-    "The noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have "
-    "medians nearer to each other than that (with one start, two halves of its samples)."
+    "A run is one independent start of all processes, or one seed. Percentiles interpolate linearly and "
+    "are numeric: p95 of a rate is its high end. Those for which there are too few measurements are left out "
+    "(p95 needs twenty). Spread is the standard deviation of all measurements. The noise floor is how far "
+    "equal runs lie apart: nine of ten pairs of runs have medians nearer to each other than that (with one "
+    "run, two halves of its measurements)."
 )
 CHANGES_HOW = (
     "How much the median of each figure changed from the baseline to the test. A filled dot was judged, and "
@@ -401,8 +402,8 @@ def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
     about = f"{words}{f', all with {shared}' if shared else ''}; {group.direction} is better."
     if drawn:
         about += (
-            " A dot is a median, a thick line the middle half of the samples, a thin one p5 to p95; where "
-            "there are too few samples for these, the samples are drawn."
+            " A dot is a median, a thick line the middle half of the measurements, a thin one p5 to p95; "
+            "where there are too few for these, each is drawn."
         )
     return Section(words, about, content, group.metric)
 
@@ -481,9 +482,9 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
     known = [summary for summary in summaries if summary is not None]
     medians = [abs(summary.p50) for summary in known]
     scale = None if has_metrics else figure_scale(group.metric, group.unit, percentile(medians or [1.0], 50))
-    figures = (
-        ["starts", "samples"] if any(each.num_samples > each.num_starts for each in known) else ["starts"]
-    )
+    figures = ["runs"]
+    if any(each.num_samples > each.num_starts for each in known):
+        figures.append("measurements")
     for place, q in enumerate(PERCENTILES):
         if any(summary.known_percentiles[place] is not None for summary in known):
             figures.append("median" if q == 50 else f"p{q}")
@@ -492,7 +493,7 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
     if any(summary.noise_percent is not None for summary in known):
         figures.append("noise floor")
     unit = f"<br><small>{escape(scale.unit)}</small>" if scale is not None and scale.unit else ""
-    counts = ("starts", "samples", "noise floor")
+    counts = ("runs", "measurements", "noise floor")
     head = [
         *key_heads(group.present, names),
         *(["<th>figure</th>"] if has_metrics else []),
@@ -543,8 +544,8 @@ def _figure_cells(row: Row, figures: Sequence[str], scale: Scale | None) -> str:
     noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
     values = dict(zip(("median", "p75", "p90", "p95"), summary.known_percentiles, strict=True))
     cells = {
-        "starts": f"{summary.num_starts:,}",
-        "samples": f"{summary.num_samples:,}",
+        "runs": f"{summary.num_starts:,}",
+        "measurements": f"{summary.num_samples:,}",
         **{name: "–" if value is None else show(value) for name, value in values.items()},
         "mean": show(summary.mean),
         "spread": show(summary.spread) if summary.num_samples > 1 else "–",

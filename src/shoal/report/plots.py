@@ -328,7 +328,7 @@ def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> st
         return ""
     number = figures.open_set((name, colour) for name, colour, _ in enough)
     plot = figures.place(quantiles_figure(enough), number=number)
-    return titled("Share of calls or steps that took at most so long", figures.legend(number) + plot)
+    return titled("Share of measurements that took at most so long", figures.legend(number) + plot)
 
 
 def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
@@ -367,9 +367,9 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
         num_starts = sum(len(row.starts) for row in line if row is not None)
         rows = [(name, colour, row) for (name, colour), row in zip(named, line, strict=True)]
         spreads.append(samples_figure(first.metric, first.unit, rows, max(6, share // max(1, num_starts))))
-    how = "Dots are samples, from left to right in time; a line is the median of its process start."
+    how = "Dots are measurements, from left to right in time; a line is the median of its run."
     spread = figures.place(*spreads, number=number)
-    return content + titled("Samples by process start", f'<p class="how">{how}</p>{spread}')
+    return content + titled("Measurements by run", f'<p class="how">{how}</p>{spread}')
 
 
 TONES = {
@@ -563,7 +563,7 @@ def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours
 
 SCALING_HOW = (
     "Speed by the number of workers. Points are medians, their bars reach from the lowest to the highest "
-    "process start; dashed lines are predictions; the dotted line is the ideal, the fastest with the fewest "
+    "run; dashed lines are predictions; the dotted line is the ideal, the fastest with the fewest "
     "workers, multiplied. The nearer to it, the better a strategy scales."
 )
 

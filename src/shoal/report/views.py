@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
@@ -128,6 +128,19 @@ def runs_of(seeds: Sequence[int]) -> str:
     if not seeds:
         return f"{runs} of each"
     return f"{runs} of each, with the seed{'s' * (len(seeds) > 1)} {named(list(map(str, seeds)))}"
+
+
+def rarely_averaging(contenders: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence on those that do several steps from one exchange to the next; none where nobody does."""
+    rare = {}
+    for contender in contenders:
+        local_steps = contender.get("options", {}).get("local_steps", 1)
+        if isinstance(local_steps, int) and local_steps > 1:
+            rare[str(contender["name"])] = local_steps
+    told = ", ".join(f"{name} {steps}" for name, steps in rare.items())
+    return [f"Steps from one exchange between workers to the next, where there are several: {told}."] * bool(
+        told
+    )
 
 
 def with_every_seed(num_seeds: int) -> str:

@@ -33,7 +33,15 @@ from shoal.report.schema import label_of, with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, Lead, half_interval, lead_of
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import DEVIATION, Items, contest_line, runs_of, title_line, with_every_seed
+from shoal.report.views import (
+    DEVIATION,
+    Items,
+    contest_line,
+    rarely_averaging,
+    runs_of,
+    title_line,
+    with_every_seed,
+)
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
 from shoal.transport import Profile
@@ -263,6 +271,7 @@ def conditions(config: CompareConfig) -> list[str]:
             )
     else:
         lines.append(f"Learning rate: {rates} for all, not tuned.")
+    lines += rarely_averaging(msgspec.to_builtins(config.contenders))
     lines.append("The score is that of the mean of all models.")
     return lines
 

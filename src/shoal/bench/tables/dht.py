@@ -116,7 +116,7 @@ def _conditions(config: DhtConfig, num_starts: int) -> list[str]:
         did,
         f"A record is kept by {counted(settings.num_replicas, 'peer')}; one message may carry many records.",
         f"A bucket of a routing table has {counted(settings.bucket_size, 'peer')}.",
-        f"{counted(num_starts, 'start')}.",
+        f"{counted(num_starts, 'run')}.",
     ]
 
 
