@@ -522,3 +522,10 @@ def test_a_busy_machine_is_explained_and_does_not_matter_to_virtual_time(tmp_pat
         text = Page(write_reports([told], tmp_path / "r.html", ["a"])).text
         assert ("Other programs ran on this machine" in text) is is_real
         assert ("load average" in text.partition("Environment")[0]) is is_real
+
+
+def test_a_page_explains_the_words_that_it_uses_and_no_others(tmp_path):
+    page = write_reports([samples.accuracy()], tmp_path / "r.html", ["a"]).read_text(encoding="utf-8")
+    told = page.partition("Words on this page")[2].partition("</dl>")[0]
+    assert "<dt>local-sgd</dt>" in told
+    assert "<dt>ffn</dt>" not in told

@@ -807,19 +807,19 @@ def waits_figure(
             elif row != column:
                 nobody[0].append(column)
                 nobody[1].append(row)
-    darkest = longest / scale.factor or 1.0
+    most = longest / scale.factor or 1.0
     trace = {
         "type": "scatter", "mode": "markers+text", "x": x, "y": y, "customdata": hover,
         "text": [f"{value:.2g}" for value in waits],
         "textfont": {
             "size": _SMALL,
-            # on a square that is more than half as dark as the darkest, ink cannot be read
-            "color": [PALETTE["paper" if value > 0.5 * darkest else "ink"] for value in waits],
+            # on a square of nearly full colour, ink cannot be read
+            "color": [PALETTE["paper" if value > 0.65 * most else "ink"] for value in waits],
         },
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {
             "symbol": "square", "size": 40, "color": short(waits), "cmin": 0,
-            "cmax": darkest, "showscale": False, "line": {"width": 0},
+            "cmax": most, "showscale": False, "line": {"width": 0},
             "colorscale": [[0, PALETTE["faint"]], [1, PALETTE["s0"]]],
         },
     }  # fmt: skip

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import gzip
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from html import escape
+from html import escape, unescape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ from shoal.report.words import (
     metric_words,
     sentence_case,
     value_words,
+    words_used,
 )
 
 # --- the page ---
@@ -152,7 +154,7 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
     explained = f'<p class="about">{escape(first.about)}</p>' if is_alone and first.about else ""
     on_what = conditions(shown) if is_alone else ""
     head = [explained, headlines(shown), on_what, about, contents(parts), notices(shown)]
-    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
+    return _write(path, title, head, [body(parts)], figures)
 
 
 def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
@@ -178,7 +180,7 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
         notices(shown, diff.warnings),
     ]
     title = f"{words.title}: two reports compared"
-    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
+    return _write(path, title, head, [body(parts)], figures)
 
 
 def _labels(reports: Sequence[Report]) -> list[str]:
@@ -256,6 +258,7 @@ def body(parts: Sequence[PagePart]) -> str:
 def _write(
     path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: PageFigures
 ) -> Path:
+    content = [*content, glossary(_joined([*head, *content])), _how(HOW_TO_READ)]
     encoded = visible(msgspec.json.encode(figures.data).decode()).replace("<", "\\u003c")
     title = visible_line(title)
     page = f"""<!doctype html>
@@ -292,6 +295,16 @@ def _write(
 </html>
 """
     return write_atomically(path, page.encode())
+
+
+def glossary(page: str) -> str:
+    """What the words mean that a page uses and that a reader may not know, folded."""
+    used = words_used(unescape(_TAG.sub(" ", page)))
+    lines = "".join(f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in used.items())
+    return folded("Words on this page", f"<dl>{lines}</dl>") if used else ""
+
+
+_TAG = re.compile("<[^>]*>")
 
 
 def _joined(parts: Sequence[str]) -> str:

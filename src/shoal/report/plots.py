@@ -679,10 +679,10 @@ STALENESS_HOW = (
     "the left, is better."
 )
 WAITS_HOW = (
-    "How long the worker of each row waited for the worker of each column, on average over the runs; a "
-    "darker square is a longer wait, in one scale for all strategies. A column that is darker than the "
-    "others is a worker that others wait for. A dash is a pair that never waited; "
-    "a strategy that is missing here never waits for a certain worker."
+    "How long the worker of each row waited for the worker of each column, on average over the runs; more "
+    "colour is a longer wait, in one scale for all strategies. A column of more colour than the others is a "
+    "worker that others wait for. A dash: the one never waited for the other. A strategy that is missing here "
+    "never waits for a certain worker."
 )
 
 # --- who waited for whom ---

@@ -5,6 +5,7 @@ Keys stay what they are in the report, in `RESULT` lines and in the tooltips of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -363,6 +364,48 @@ def _entry(name: str, value: Scalar) -> str:
 def _one(words: str) -> str:
     """The singular of what is counted."""
     return words.removesuffix("es") if words.endswith("sses") else words.removesuffix("s")
+
+
+# --- words that a page explains ---
+
+GLOSSARY = {
+    "all-reduce": "workers average their gradients over all of them at every step, and so keep one model",
+    "batch": "the examples that a worker uses for one step, or the things that one call carries",
+    "ddp": "PyTorch's DistributedDataParallel, which averages gradients as all-reduce does",
+    "DHT": "distributed hash table: peers keep records for each other, without a central server",
+    "diloco": "workers train alone for many steps; an outer optimizer then takes the mean of their changes",
+    "dirichlet": "workers have uneven shares of each class of the data; a smaller number is more uneven",
+    "expert": "a part of a model that a server computes for others, who call it over the network",
+    "ffn": "an expert of linear layers, the feed-forward part of a transformer",
+    "gradient": "how the loss changes with each parameter: what a training step is made from",
+    "hops": "peers that are asked one after another until the answer is there",
+    "iid": "every worker's part of the data is drawn evenly from all of it",
+    "local-sgd": "workers train alone for several steps, then all average their models",
+    "lr": "learning rate: how far a training step goes along the gradient",
+    "momentum": "the share of the last steps' direction that a step keeps",
+    "neighbor": "each worker averages its model with those of a few neighbours",
+    "p95": "the value that 95 % of the measurements stay below; p50 is the median",
+    "pair": "as a strategy: each worker averages its model with the one that a worker drawn at random published last",
+    "parameter-server": "workers send gradients to servers, which keep the model and send it back",
+    "rank": "the number of a worker, from 0",
+    "RESULT": "the last line that a command prints, for programs that read it",
+    "seed": "the number from which all chance of a run is drawn",
+    "sma": "each worker's model is pulled towards the mean of all models",
+    "staleness-aware": "a parameter server that gives old gradients less weight",
+    "step": "one update of a worker's model from one batch",
+    "strategy": "how the workers exchange what they have learned",
+    "virtual time": "time that was computed from a model of network and computers, and did not pass",
+}
+"""What a page explains at its end, as far as it uses the word."""
+
+
+def words_used(said: str) -> dict[str, str]:
+    """Those of the glossary that a text uses, with what they mean."""
+    return {
+        word: meaning
+        for word, meaning in GLOSSARY.items()
+        if re.search(rf"(?<![\w-]){re.escape(word)}s?(?![\w-])", said, re.IGNORECASE)
+    }
 
 
 # --- units ---
