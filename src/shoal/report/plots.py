@@ -680,9 +680,9 @@ STALENESS_HOW = (
 )
 WAITS_HOW = (
     "How long the worker of each row waited for the worker of each column, on average over the runs; more "
-    "colour is a longer wait, in one scale for all strategies. A column of more colour than the others is a "
-    "worker that others wait for. A dash: the one never waited for the other. A strategy that is missing here "
-    "never waits for a certain worker."
+    "colour is a longer wait, in one scale for all strategies. A column of more colour than the others is "
+    "a worker that others wait for. A dash: the one never waited for the other. A strategy that is missing "
+    "here never waits for a certain worker."
 )
 
 # --- who waited for whom ---

@@ -385,7 +385,7 @@ GLOSSARY = {
     "momentum": "the share of the last steps' direction that a step keeps",
     "neighbor": "each worker averages its model with those of a few neighbours",
     "p95": "the value that 95 % of the measurements stay below; p50 is the median",
-    "pair": "as a strategy: each worker averages its model with the one that a worker drawn at random published last",
+    "pair": "as a strategy: a worker averages its model with the last one of another, drawn at random",
     "parameter-server": "workers send gradients to servers, which keep the model and send it back",
     "rank": "the number of a worker, from 0",
     "RESULT": "the last line that a command prints, for programs that read it",
