@@ -41,9 +41,9 @@ from shoal.report.figures import (
 )
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
 from shoal.report.statistics import PERCENTILES, is_known, mean_of, percentile, start_medians
-from shoal.report.units import counted, scale_for
+from shoal.report.units import counted
 from shoal.report.views import Group, shared_key, verdict_text
-from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
+from shoal.report.words import ABSENT, figure_scale, key_label, metric_words, sentence_case
 
 # --- places and sets ---
 
@@ -713,7 +713,7 @@ def wait_plots(shown: Sequence[Shown], figures: PageFigures) -> str:
 
 
 def _wait_map(rows: list[Row], longest: float, figures: PageFigures) -> str:
-    scale = scale_for(rows[0].unit, longest)
+    scale = figure_scale(rows[0].metric, rows[0].unit, longest)
     workers = sorted(
         {value: True for row in rows for value in (row.key[WAITING], row.key[AWAITED])}, key=_worker_order
     )

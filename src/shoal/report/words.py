@@ -420,12 +420,17 @@ SHARES = frozenset(
 )  # fmt: skip
 """Figures that people read in percent."""
 _LARGE_RATE = 1e7
+_IN_SECONDS = frozenset({"run_seconds", "seconds_to_target", "waited"})
+"""Figures that headlines and maps write in seconds, even below one."""
+_LEAST_SECONDS = 0.01
 
 
 def figure_scale(metric: str, unit: str, reference: float) -> Scale:
     """The scale in which a page shows a figure: shares in percent, rates in whole numbers."""
     if metric in SHARES and unit in {"", "1"}:
         return Scale(0.01, "%")
+    if metric in _IN_SECONDS and abs(reference) >= _LEAST_SECONDS:
+        return Scale(1.0, "s")
     if unit.endswith("/s") and unit.removesuffix("/s") not in {"B", "kB", "MB", "GB", "TB", "bytes"}:
         name = "/s" if unit == "1/s" else unit
         if abs(reference) >= _LARGE_RATE:
