@@ -42,17 +42,32 @@ Claim = tuple[str, str, str]
 
 # --- what a headline claims ---
 
-_WINS = re.compile(r"(?P<what>.+): (?P<ahead>[^:,]+), [^;]*; then (?P<behind>.+), [^,]+\.")
-_TIES = re.compile(r"(?P<what>.+): (?P<ahead>.+) are not told apart, .*\); behind them (?P<behind>.+)\.")
+_WINS = re.compile(r"(?P<what>.+): (?P<ahead>[^:,]+), [^;]*; then (?P<behind>.+)\.")
+_TIES = re.compile(r"(?P<what>.+): (?P<ahead>.+) are not told apart, [^;]*\)(?P<rest>;.+)\.")
+_BEHIND_ALL = re.compile(r"; behind them (?:is|are) (?P<behind>[^;]+)")
+_BEHIND_ONE = re.compile(r"; (?P<behind>[^;]+) (?:is|are) behind (?P<ahead>[^;,]+), but not behind")
+_FOLLOWER = re.compile(r"(?:, | and |^)(?P<name>[^(),]+) \(")
 
 
 def claims_of(sentence: str) -> list[Claim]:
     """All orders that a sentence of `views.contest_line` claims; none where it tells nobody apart."""
-    found = _WINS.fullmatch(sentence) or _TIES.fullmatch(sentence)
-    if found is None:
+    if (won := _WINS.fullmatch(sentence)) is not None:
+        # one that follows stands before its figure, each of several before its own in brackets
+        behind = _FOLLOWER.findall(won["behind"]) or [won["behind"].partition(", ")[0]]
+        return [(won["what"], won["ahead"], other) for other in behind]
+    tied = _TIES.fullmatch(sentence)
+    if tied is None:
         return []
-    ahead, behind = (re.split(r", | and ", found[which]) for which in ("ahead", "behind"))
-    return [(found["what"], one, other) for one in ahead for other in behind]
+    claims = []
+    if (after := _BEHIND_ALL.search(tied["rest"])) is not None:
+        claims += [(one, other) for one in _names(tied["ahead"]) for other in _names(after["behind"])]
+    if (between := _BEHIND_ONE.search(tied["rest"])) is not None:
+        claims += [(between["ahead"], other) for other in _names(between["behind"])]
+    return [(tied["what"], one, other) for one, other in claims]
+
+
+def _names(listed: str) -> list[str]:
+    return re.split(r", | and ", listed)
 
 
 def winner_of(sentence: str) -> str | None:

@@ -75,6 +75,8 @@ def test_rows_hold_what_was_at_the_end_and_when_the_target_was_reached(course):
         "final_accuracy": [0.7],
         "worst_final_accuracy": [0.4],
         "seconds_to_target": [2.0],
+        "bytes_to_target": [20.0],
+        "steps_to_target": [2.0],
         "bytes_sent": [40.0],
         "examples_per_s": [2 * 10 * 5 / 4],
         "consensus_distance": [0.25],

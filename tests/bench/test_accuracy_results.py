@@ -68,7 +68,7 @@ def race():
 
 
 def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
-    few = "are not told apart, {}–{} (2 runs of each cannot tell, {} may)."
+    few = "are not told apart, {}–{} (2 runs of each: a ranking needs {})."
     assert headline(race) == [
         "iid: seconds to 90 %: all-reduce and pair " + few.format("1.50 s", "3.00 s", 5),
         "iid: accuracy at the end: all-reduce and pair " + few.format("92.0 %", "96.0 %", 3),
@@ -86,7 +86,7 @@ def test_the_headline_says_who_was_fastest_to_what_and_at_how_many_bytes(race):
 def test_who_reached_the_target_in_some_starts_only_is_not_the_first():
     rows = [*finals("all-reduce", [0.97, 0.95], [2.0, 4.0]), *finals("pair", [0.93, 0.80], [1.0])]
     told = report(rows)
-    few = "(2 runs of each cannot tell, 5 may)"
+    few = "(2 runs of each: a ranking needs 5)"
     assert headline(told)[0] == (
         f"iid: seconds to 90 %: all-reduce, 3.00 s, in 2 of 2 runs; pair in fewer {few}."
     )
@@ -110,6 +110,7 @@ def test_the_result_has_means_over_starts(race):
     assert result["final_accuracy"] == {"iid": {"all-reduce": 0.96, "pair": 0.92}}
     assert result["seconds_to_target"] == {"iid": {"all-reduce": 3.0, "pair": 1.5}}
     assert result["bytes_sent"]["iid"]["pair"] == 1_000_000
+    assert result["bytes_to_target"] == {"iid": {"all-reduce": 4_000_000, "pair": 1_000_000}}
     assert "failed" not in result
     assert "points_by_trick" not in result
 
@@ -126,7 +127,7 @@ def text_of(told):
 
 def test_what_is_printed_says_what_was_equal_and_what_came_out(race):
     text = text_of(race)
-    assert "4 workers on cpu, batch 16 each, 300 steps, 2 seeds" in text
+    assert "4 workers on cpu, batch 16 each, 300 steps; 2 runs of each, with the seeds 0 and 1" in text
     assert "lr 0.1, momentum 0.9: the same for all" in text
     assert "4 workers share 2 cores" in text
     assert "96.0 ±1.4 %" in text
@@ -146,7 +147,7 @@ def test_a_trick_is_judged_by_the_same_seeds():
     assert changes["atc+decay"] == pytest.approx([-10.0, 0.0])
     assert summarize_accuracy(told)["points_by_trick"] == {"iid": {"atc+average": 1.5, "atc+decay": -5.0}}
     assert headline(told)[-1] == (
-        "iid: no trick is seen to change the final accuracy (2 runs of each cannot tell, 3 may)."
+        "iid: no trick is seen to change the final accuracy (2 runs of each: a verdict needs 3)."
     )
     assert "+1.5 (+1.0 to +2.0)" in text_of(told)
     assert "One of 360 test examples is 0.278 points." in text_of(told)

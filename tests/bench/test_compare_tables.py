@@ -15,7 +15,7 @@ from shoal.bench.tables.compare import (
 )
 from shoal.report.tables import Table
 from shoal.simulate.world import Compute, World
-from shoal.transport import FaultScript
+from shoal.transport import FaultScript, Profile
 from shoal.transport.network.distributions import Exponential
 
 
@@ -74,7 +74,7 @@ def test_one_evaluation_apart_is_not_told_apart():
     ]
     for sentence in sentences[:3]:
         assert "all-reduce and pair are not told apart" in sentence
-        assert "behind them window" in sentence
+        assert "behind them is window" in sentence
 
 
 def test_seconds_of_a_real_machine_need_more_seeds():
@@ -82,7 +82,7 @@ def test_seconds_of_a_real_machine_need_more_seeds():
     virtual, real = (config_of(*runs, seeds=(1, 2, 3), is_real=is_real) for is_real in (False, True))
     assert headline(report_of(runs, virtual))[0].startswith("By seconds to 80 %: all-reduce, 1.00 s; then")
     told = headline(report_of(runs, real))
-    assert "(3 runs of each cannot tell, 5 may)" in told[0]
+    assert "(3 runs of each: a ranking needs 5)" in told[0]
     assert told[1].startswith("By bytes to 80 %: all-reduce, 1.00 kB; then pair")
 
 
@@ -95,7 +95,7 @@ def test_the_only_one_that_arrives_has_not_won():
     assert sentences[0] == "By seconds to 80 %: all-reduce, 1.00 s, in 3 of 3 runs; pair in fewer."
     runs = {"all-reduce": [record_of(0.1, 0.9)], "pair": [record_of(0.1, 0.2)]}
     sentences = headline(report_of(runs, config_of(*runs, seeds=(1,))))
-    few = "(one run of each cannot tell, 3 may)"
+    few = "(one run of each: a ranking needs 3)"
     assert sentences[0] == f"By seconds to 80 %: all-reduce, 1.00 s, in 1 of 1 run; pair in fewer {few}."
     assert sentences[-1].startswith("pair did not reach 80 % with the one seed of this run: ")
 
@@ -111,7 +111,7 @@ def test_a_contender_that_failed_is_named():
 def test_conditions_say_what_is_equal_and_how_rates_were_chosen():
     lines = conditions(config_of(learning_rates=(0.1, 0.2), world=World(num_workers=3)))
     text = " ".join(lines)
-    for part in ("3 workers", "ideal", "virtual time", "2 seeds", "0.1, 0.2", "none of the contest's"):
+    for part in ("3 workers", "ideal", "virtual time", "2 runs", "0.1, 0.2", "seed (1000008)"):
         assert part in text
     slow = Compute(step_ms=Exponential(mean=3.0), factors={1: 4.0})
     world = World(num_workers=3, compute=slow, faults=FaultScript(name="churn"))
@@ -164,7 +164,7 @@ def test_the_result_has_means_rankings_rates_and_reasons(race):
 
 def test_the_headline_names_the_first_ties_and_who_is_missing(race):
     sentences = headline(race)
-    few = "(2 runs of each cannot tell, 3 may)"
+    few = "(2 runs of each: a ranking needs 3)"
     assert sentences[:3] == [
         f"By seconds to 80 %: all-reduce and neighbor are not told apart, 2.00 s–3.00 s {few}.",
         f"By bytes to 80 %: all-reduce and neighbor are not told apart, 1.00 kB {few}.",
@@ -187,3 +187,29 @@ def test_many_that_are_missing_share_a_sentence():
 def test_notes_are_said_last():
     config = config_of("pair", notes=("Somebody was left out.",))
     assert headline(report_of({"pair": FAST}, config))[-1] == "Somebody was left out."
+
+
+def test_those_behind_a_winner_come_with_their_figures_the_best_first():
+    late = {"pair": (30, 31, 32), "all-reduce": (0, 0, 0), "window": (60, 61, 62), "sma": (30, 32, 31)}
+    runs = {name: [record_of(0.1, *[0.5] * each, 0.9) for each in waits] for name, waits in late.items()}
+    told = headline(report_of(runs, config_of(*runs, seeds=(1, 2, 3))))[0]
+    assert told == (
+        "By seconds to 80 %: all-reduce, 1.00 s; then pair (32.0 s), sma (32.0 s) and window (62.0 s); "
+        "intervals of some of these overlap."
+    )
+    runs = {name: runs[name] for name in ("pair", "all-reduce", "sma")}
+    told = headline(report_of(runs, config_of(*runs, seeds=(1, 2, 3))))[0]
+    assert told.endswith("then pair (32.0 s) and sma (32.0 s), and these 2 are not told apart.")
+
+
+def test_who_is_behind_the_first_alone_is_said_to_be_behind_that_one():
+    late = {"all-reduce": (10, 10, 10), "pair": (10, 20, 30), "window": (30, 30, 30)}
+    runs = {name: [record_of(0.1, *[0.5] * each, 0.9) for each in waits] for name, waits in late.items()}
+    told = headline(report_of(runs, config_of(*runs, seeds=(1, 2, 3))))[0]
+    assert told.endswith("; window is behind all-reduce, but not behind pair.")
+
+
+def test_conditions_tell_the_network_in_numbers_and_every_seed():
+    text = " ".join(conditions(config_of(world=World(num_workers=3, profile=Profile.load("home")))))
+    assert "home (20 Mbit/s up and 100 Mbit/s down, a one-way delay of 15 ms or more, 0.3 %" in text
+    assert "with the seeds 5 and 6" in text

@@ -322,7 +322,7 @@ def test_from_one_start_nobody_is_said_to_do_more():
     assert told[0].startswith("In 1 run, with a mean delay of 50.0 ms at every layer, 8 clients")
     assert told[-1] == (
         "There, in samples a second: expert servers and model parallelism are not told apart, 8.00–380 "
-        "(one run of each cannot tell, 5 may)."
+        "(one run of each: a ranking needs 5)."
     )
     assert report(RATES).result["headline"][-1] == (
         "There, expert servers do 47.5 times as many samples a second."

@@ -479,3 +479,53 @@ def test_what_is_called_none_competes_unless_it_is_who_competes():
 
     rows = [row("none", 300.0), row("fp16", 200.0)]
     assert best_cells([(0, each) for each in rows], [samples.report("training")]) == {(0, rows[0].identity)}
+
+
+def test_the_glance_tells_means_with_intervals_and_few_samples_of_one_run_with_their_reach():
+    rows = [
+        row
+        for name, value in (("a", 1.0), ("b", 5.0))
+        for row in (
+            samples.row(
+                {"strategy": name}, "seconds_to_target", "s", "lower", [[value], [value], [value + 3]]
+            ),
+            samples.row({"strategy": name}, "calls_per_s", "1/s", "higher", [[100.0, 300.0]]),
+            samples.row({"strategy": name}, "num_samples", "", "higher", [[7.0]]),
+        )
+    ]
+    table, _ = glance_tables([Shown(samples.report("compare", rows))])
+    assert "2.00<br><small>± 4.30</small>" in table
+    assert "200<br><small>100 to 300</small>" in table
+    assert "<small>/s ↑</small>" in table
+    head = table.partition("</thead>")[0]
+    assert head.count("↑") == 1, "a count is no result, and has no arrow"
+
+
+def test_calls_without_a_way_share_the_table_of_those_that_name_it():
+    rows = [
+        samples.row({"size": size, **via}, metric, "s", "lower", [[1.0]])
+        for size in (1, 2)
+        for via in ({}, {"via": "udp"})
+        for metric in ("latency", "wall_time")
+    ]
+    table, _ = glance_tables([Shown(samples.report("transport", rows))])
+    assert table.count("<table") == 1
+    assert table.count(">stream<") == table.count(">datagram<") == 2
+
+
+def test_a_busy_machine_is_explained_and_does_not_matter_to_virtual_time(tmp_path):
+    busy = {"cores": 2, "before": {"load_average": 6.0}}
+    for is_real in (True, False):
+        told = Report(
+            benchmark="compare", created="", rows=[row()], environment=busy, config={"is_real": is_real}
+        )
+        text = Page(write_reports([told], tmp_path / "r.html", ["a"])).text
+        assert ("Other programs ran on this machine" in text) is is_real
+        assert ("load average" in text.partition("Environment")[0]) is is_real
+
+
+def test_a_page_explains_the_words_that_it_uses_and_no_others(tmp_path):
+    page = write_reports([samples.accuracy()], tmp_path / "r.html", ["a"]).read_text(encoding="utf-8")
+    told = page.partition("Words on this page")[2].partition("</dl>")[0]
+    assert "<dt>local-sgd</dt>" in told
+    assert "<dt>ffn</dt>" not in told

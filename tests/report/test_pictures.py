@@ -82,8 +82,10 @@ def dht(get_success=0.75, survival=0.5):
 
 def test_the_pictures_of_the_dht_are_success_hops_traffic_and_times():
     sections, figures = drawn(dht())
-    assert list(sections) == ["Did calls succeed?", "Hops of a call", "Time of a call", "Traffic of a call"]
-    assert "50 % of the peers were dead" in sections["Did calls succeed?"].content
+    assert list(sections) == [
+        "Did stores and reads succeed?", "Hops of a look-up", "Time of a call", "Traffic for one record",
+    ]  # fmt: skip
+    assert "50 % of the peers were dead" in sections["Did stores and reads succeed?"].content
     success, hops, times, messages = figures
     assert labels(success) == [
         "stores: 100 % (67.6 to 100) · 8 of 8",
@@ -131,3 +133,30 @@ def test_reports_of_several_numbers_of_clients_are_a_line():
 def test_hops_that_no_lookup_can_have_are_not_drawn():
     wild = samples.row({}, "get_hops", "", "lower", [[1e12]])
     assert drawn(samples.report("dht", [wild]))[0] == {}
+
+
+def test_bars_of_a_single_run_are_in_no_order_and_titles_name_the_target():
+    rows = [
+        samples.row({"strategy": name}, metric, unit, direction, [[value]])
+        for name, value in (("slow", 3.0), ("fast", 1.0))
+        for metric, unit, direction, value in (
+            ("final_accuracy", "", "higher", 0.9),
+            ("seconds_to_target", "s", "lower", value),
+        )
+    ]
+    report = samples.report("compare", rows, config={"target": 0.8, "eval_every": 5})
+    sections, (figure,) = drawn(report)
+    assert [label.partition(":")[0] for label in labels(figure)] == ["slow", "fast"]
+    section = sections["What it took to reach the target"]
+    assert "Time to reach the target (80 %)" in section.content
+    assert "in no order" in section.about
+    assert "every 5 steps" in section.about
+
+
+def test_an_echo_that_is_far_ahead_is_told_in_words_so_that_the_other_bars_are_seen():
+    told = experts(1)
+    echo = samples.row(told.rows[0].key, "echo_samples_per_s", "1/s", "higher", [[50_000.0]])
+    sections, (speed, _) = drawn(samples.report("experts", [*told.rows, echo]))
+    assert len(labels(speed)) == 2
+    assert "the echo, without computing: 50,000 /s" in sections["Throughput"].content
+    assert "900 to 1,000" in labels(speed)[1], "a few measurements of one run reach so far"

@@ -11,6 +11,7 @@ from shoal.report.plots import (
     Shown,
     curve_plots,
     curves_title,
+    histogram_plots,
     percentile_plot,
     scaling_groups,
     scaling_plots,
@@ -80,9 +81,9 @@ def test_every_metric_and_setting_of_the_curves_is_a_plot_along_every_axis():
     content, figures = drawn(curve_plots, samples.accuracy())
     accuracies = plots(figures, "lines")[:2]
     assert [figure["layout"]["xaxis"]["title"]["text"] for figure in accuracies[0]] == [
-        "Steps",
         "Seconds",
-        "Bytes sent (MB)",
+        "Bytes sent by all workers (MB)",
+        "Steps",
     ]
     assert [len(lines(figure)) for figure in accuracies[0]] == [4, 4, 4]
     assert [series["label"] for series in figures.sets[0]["series"]] == [
@@ -95,7 +96,7 @@ def test_every_metric_and_setting_of_the_curves_is_a_plot_along_every_axis():
 def test_senders_of_much_and_of_little_are_both_seen():
     _, figures = drawn(curve_plots, samples.accuracy())
     (axes, *_) = plots(figures, "lines")
-    assert [figure["layout"]["xaxis"].get("type") for figure in axes] == [None, None, "log"]
+    assert [figure["layout"]["xaxis"].get("type") for figure in axes] == [None, "log", None]
 
 
 def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
@@ -211,3 +212,51 @@ def test_where_nobody_waited_the_map_says_so():
 def test_waits_without_whom_are_no_map():
     report = samples.report("training", [samples.row({"rank": 0}, "waited", "s", "lower", [[1.0]])])
     assert wait_plots([Shown(report)], PageFigures()) == ""
+
+
+def test_waits_that_are_evenly_spread_name_nobody():
+    rows = [
+        samples.row({"rank": rank, "waited_for": other}, "waited", "s", "lower", [[1.0 + 0.1 * other]])
+        for rank in range(3)
+        for other in range(3)
+        if rank != other and (rank, other) != (0, 1)
+    ]
+    figures = PageFigures()
+    assert "evenly spread" in wait_plots([Shown(samples.report("training", rows))], figures)
+    squares, dashes = figures.plots[0]["figures"][0]["data"]
+    assert (dashes["x"], dashes["y"], dashes["text"]) == ([1], [0], ["–"])
+    assert len(squares["text"]) == 5
+
+
+def test_what_a_logarithmic_plot_cannot_draw_is_named():
+    curves = [
+        Curve(
+            key={"strategy": name},
+            metric="consensus_distance",
+            unit="",
+            direction="lower",
+            starts=[{"value": values, "step": [0, 1, 2]}],
+        )
+        for name, values in (
+            ("all-reduce", [0.0] * 3),
+            ("pair", [0.1, 10.0, 50.0]),
+            ("sma", [1e-4, 1.0, 2.0]),
+        )
+    ]
+    _, figures = drawn(curve_plots, samples.report("compare", curves=curves))
+    (note,) = figures.plots[0]["figures"][0]["layout"]["annotations"]
+    assert note["text"] == "all-reduce: always 0, not drawn"
+
+
+def test_what_came_from_one_that_was_ahead_is_a_bar_with_that_name():
+    rows = [
+        samples.row({"strategy": "pair", "behind": behind}, "staleness", "", "lower", [[10.0]])
+        for behind in range(-1, 14)
+    ]
+    content, figures = drawn(histogram_plots, samples.report("compare", rows))
+    axis = figures.plots[0]["figures"][0]["layout"]["xaxis"]
+    ticks = dict(zip(axis["tickvals"], axis["ticktext"], strict=True))
+    assert (ticks[-1], ticks[0], ticks[13]) == ("ahead", "0", "13")
+    assert "pair</h4>" in content
+    assert "half were at most 6 behind" in content
+    assert "7% came from one that was ahead" in content

@@ -173,7 +173,7 @@ def test_too_few_samples_tell_nobody_apart_however_far_they_are():
     lead = lead_of({"a": [1.0, 1.0], "b": [100.0, 100.0]}, "higher", 3)
     assert not lead.is_told_apart
     assert lead.names == ("b", "a")
-    assert lead.why_not() == "2 runs of each cannot tell, 3 may"
+    assert lead.why_not() == "2 runs of each: a ranking needs 3"
 
 
 def test_samples_that_agree_by_chance_prove_nothing():

@@ -22,7 +22,14 @@ def test_claims_are_read_from_the_sentences_that_make_them():
     assert evidence.claims_of(line(what, a=1.0, b=2.0)) == [(what, "a", "b")]
     assert evidence.claims_of(line(what, a=1.0, b=2.0, c=2.0)) == [(what, "a", "b"), (what, "a", "c")]
     assert evidence.claims_of(line(what, a=1.0, b=1.0, c=2.0)) == [(what, "a", "c"), (what, "b", "c")]
-    assert evidence.winner_of(line(what, a=1.0, b=2.0)) == "a"
+    three = [(what, "a", name) for name in "bcd"]
+    assert evidence.claims_of(line(what, a=1.0, b=2.0, c=3.0, d=4.0)) == three
+    assert (
+        evidence.winner_of(line(what, a=1.0, b=2.0)) == evidence.winner_of(line(what, a=1, b=2, c=2)) == "a"
+    )
+    lead = lead_of({"a": [1.0] * 3, "b": [1.0, 2.0, 3.0], "c": [3.0] * 3}, "lower", 3, {"a": 0.1, "c": 0.1})
+    assert lead.between == ("c",)
+    assert evidence.claims_of(contest_line(what, lead, lambda mean: f"{mean:.2f} s")) == [(what, "a", "c")]
     for nobody in (line(a=1.0, b=1.0), line(a=1.0), "Nobody reached 90 % with every seed."):
         assert evidence.claims_of(nobody) == []
         assert evidence.winner_of(nobody) is None

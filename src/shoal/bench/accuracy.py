@@ -74,9 +74,10 @@ Model = Literal["small-mlp", "small-cnn"]
 ACCURACY, WORST, DISTANCE, LOSS = "accuracy", "worst_accuracy", "consensus_distance", "loss"
 FINAL, WORST_FINAL, TO_TARGET = "final_accuracy", "worst_final_accuracy", "seconds_to_target"
 BYTES, SPEED = "bytes_sent", "examples_per_s"
+BYTES_TO_TARGET, STEPS_TO_TARGET = "bytes_to_target", "steps_to_target"
 CURVES = (ACCURACY, WORST, DISTANCE, LOSS)
-FIGURES = (FINAL, WORST_FINAL, TO_TARGET, BYTES, SPEED, DISTANCE)
-"""At the end of a run; of all workers together. `seconds_to_target` is left out where it was not reached."""
+FIGURES = (FINAL, WORST_FINAL, TO_TARGET, BYTES_TO_TARGET, STEPS_TO_TARGET, BYTES, SPEED, DISTANCE)
+"""At the end of a run, or at the target (left out where it was not reached); of all workers together."""
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
@@ -416,7 +417,9 @@ class AccuracyCourse:
             finals[BYTES] = axes["bytes"][-1]
         reached = where_reached(self.values[ACCURACY], config.target_accuracy)
         if reached is not None:
-            finals[TO_TARGET] = axes["s"][reached]
+            finals |= {TO_TARGET: axes["s"][reached], STEPS_TO_TARGET: axes["step"][reached]}
+            if "bytes" in axes:
+                finals[BYTES_TO_TARGET] = axes["bytes"][reached]
         for metric in FIGURES:
             if metric in finals:
                 yield measured(metric, self.run.key, [finals[metric]])

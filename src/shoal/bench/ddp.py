@@ -578,7 +578,7 @@ def _condition(report: Report) -> str:
     """What holds for all stages alike."""
     config = report.config
     iterations = f"{config['num_iters']} iterations after {config['num_warmup']} to warm up"
-    starts = counted(len(report.seeds), "start")
+    starts = counted(len(report.seeds), "run")
     return f"Strategy {config['strategy']} on {config.get('device', 'cpu')}, {iterations}; {starts}."
 
 

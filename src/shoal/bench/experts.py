@@ -653,9 +653,10 @@ def _headline(each: Sequence[Mapping[str, float]], config: ExpertsConfig) -> lis
     sentences = [f"The server handled {speed} from {clients}."]
     if bounds:
         share = ranged([100 * bound for bound in bounds], "%")
+        error = "; above 100 % is an error of measurement" if statistics.median(bounds) > 1 else ""
         sentences.append(
             f"That is {share} of the lower of its bounds: the module without a network, and an echo of "
-            "the same bytes."
+            f"the same bytes{error}."
         )
     failed = sum(figures["failed_calls"] for figures in each)
     if failed:
@@ -676,7 +677,7 @@ def _conditions(config: ExpertsConfig, num_starts: int) -> list[str]:
     return [
         f"One server with {experts} on {config.device}, {config.precision}.",
         f"{clients}, each with {batches}, {passes}.",
-        f"{counted(num_starts, 'start')}.",
+        f"{counted(num_starts, 'run')}.",
     ]
 
 

@@ -562,7 +562,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
     where = "in virtual time" if config.is_virtual else "in real processes"
     layers = f"{config.num_layers} layers of {config.block_type}, hidden size {config.hid_dim:,}"
     who = f"{counted(config.jobs, 'client')} with batches of {config.batch_size}, {where}"
-    result["conditions"] = [f"{layers}; {who}; {counted(len(report.seeds), 'start')}."]
+    result["conditions"] = [f"{layers}; {who}; {counted(len(report.seeds), 'run')}."]
     return with_failed(report, result)
 
 

@@ -211,26 +211,32 @@ def summarize_transport(report: Report) -> dict[str, Any]:
     if headline := _headline(report):
         result["headline"] = headline
     result["conditions"] = [
-        "One process asks and another answers, both on this machine; plain sockets take turns with us.",
-        f"{counted(len(report.seeds), 'start')}.",
+        "One process asks and another answers, both on this machine.",
+        "Plain sockets, which have no protocol, are measured in turns with the same bytes.",
+        f"{counted(len(report.seeds), 'run')}.",
     ]
     return with_failed(report, result)
 
 
 def _headline(report: Report) -> list[str]:
-    """How long a small call takes, and how near large ones come to sockets."""
+    """How long a small call takes, and how near large ones come to sockets, in every case."""
     sentences = []
     for row in rows_of(report, "latency"):
-        via = "a sealed datagram" if row.key.get("via") == "udp" else "a stream"
+        via = "an encrypted datagram" if row.key.get("via") == "udp" else "a stream"
         sentences.append(
             f"A call of {row.key['size_bytes']} bytes over {via} takes {ranged(start_medians(row), 's')}."
         )
     fractions = {"fraction_of_sockets": "plain sockets", "fraction_of_tls_sockets": "TLS sockets"}
     for metric, beside in fractions.items():
+        shares = []
         for row in rows_of(report, metric):
-            if row.key.get("in_flight") == _MAIN_IN_FLIGHT:
-                share = ranged([100 * median for median in start_medians(row)], "%")
-                sentences.append(f"Large buffers pass at {share} of the speed of {beside}.")
+            share = ranged([100 * median for median in start_medians(row)], "%")
+            shares.append(f"{share} with {row.key.get('in_flight')} in flight")
+        if shares:
+            size = f"{LARGE_BYTES >> 20} MiB"
+            sentences.append(
+                f"Echoes of {size} pass at this share of the speed of {beside}: {', '.join(shares)}."
+            )
     return sentences
 
 

@@ -149,17 +149,26 @@ class Histogram:
         return least + self.width - 1
 
     def name(self, behind: int) -> str:
-        """A class as a person writes it: '3', '10 to 19'."""
+        """A class as a person writes it: '3', '10 to 19', 'ahead'."""
+        if self.is_ahead(behind):
+            return "ahead"
         return str(behind) if self.width == 1 else f"{behind} to {behind + self.width - 1}"
+
+    def is_ahead(self, behind: int) -> bool:
+        """Whether a class, by its least, is of what came from one that was ahead, which no class counts."""
+        return behind < 0
 
     def said(self) -> str:
         """The bars in one sentence."""
         if self.total == 0:
             return "Nothing was counted."
         last = max(behind for behind, count in self.counts.items() if count > 0) + self.width - 1
+        half, most, all_of_them = (max(0, each) for each in (self.most(0.5), self.most(0.95), last))
+        ahead = sum(count for behind, count in self.counts.items() if behind < 0)
+        also = f" {100 * ahead / self.total:.0f}% came from one that was ahead." if ahead else ""
         return (
-            f"Of {self.total:,.0f} half were at most {self.most(0.5)} behind, "
-            f"95% at most {self.most(0.95)}, all at most {last}."
+            f"Of {self.total:,.0f} half were at most {half} behind, "
+            f"95% at most {most}, all at most {all_of_them}.{also}"
         )
 
     def lines(self) -> list[str]:

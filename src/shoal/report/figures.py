@@ -26,7 +26,7 @@ from shoal.report.statistics import (
     start_medians,
 )
 from shoal.report.storage import load
-from shoal.report.units import Scale, scale_for
+from shoal.report.units import Scale, counted, scale_for
 from shoal.report.views import Group, shared_key, short_label
 from shoal.report.words import benchmark_words, figure_scale, key_words, metric_words, sentence_case
 
@@ -128,7 +128,7 @@ LOG_RATIO = 20
 AXES = {
     "step": ("steps", ""),
     "s": ("seconds", "s"),
-    "bytes": ("bytes sent", "B"),
+    "bytes": ("bytes sent by all workers", "B"),
     "ping_s": ("mean delay of a layer", "s"),
     "num_clients": ("clients at once", ""),
 }
@@ -257,7 +257,11 @@ class Chart:
             x |= _decades(along_values)
         y: dict[str, Any] = {"zeroline": False}
         title = _axis_title(self.metric, scale.unit)
+        unseen: list[str] = []
         if is_log:
+            unseen = [
+                series[drawn.series][0] for drawn in lines if drawn.series >= 0 and not any(drawn.line.mean)
+            ]
             title += ", logarithmic" + (", without zeros" if has_zeros else "")
             y |= _decades([value / scale.factor for value in values if value > 0])
         elif len(self.axes) == 1 and values and min(values) >= 0:
@@ -266,7 +270,18 @@ class Chart:
         traces: list[dict[str, Any]] = []
         for drawn in lines:
             traces += drawn.traces(series, _Axes(along, scale, axis, is_log_x, is_log))
-        return {"data": traces, "layout": _layout("lines", 300, xaxis=x, yaxis=y)}
+        layout = _layout("lines", 300, xaxis=x, yaxis=y)
+        if unseen:
+            said = f"{' and '.join(map(_safe, dict.fromkeys(unseen)))}: always 0, not drawn"
+            layout["annotations"] = [
+                {
+                    "xref": "paper", "x": 1, "xanchor": "right", "yref": "paper", "y": 1.02,
+                    "yanchor": "bottom", "showarrow": False, "text": said,
+                    "font": {"size": _SMALL, "color": PALETTE["muted"]},
+                }
+            ]  # fmt: skip
+            layout["margin"] |= {"t": 22}
+        return {"data": traces, "layout": layout}
 
 
 @dataclass(frozen=True)
@@ -331,7 +346,7 @@ class _Drawn:
         }
         if has_band:
             trace["customdata"] = [[low[at], high[at]] for at in range(len(x))]
-            hover += f"<br>starts: %{{customdata[0]:{_NUMBER}}} to %{{customdata[1]:{_NUMBER}}}"
+            hover += f"<br>runs: %{{customdata[0]:{_NUMBER}}} to %{{customdata[1]:{_NUMBER}}}"
             if self.style == "points":
                 trace["error_y"] = _error_bars(self.line, axes.y.factor, colour)
         return [*traces, trace | {"hovertemplate": f"{hover}<extra></extra>"}]
@@ -384,10 +399,16 @@ class IntervalBar:
     colour: int = 0
     metric: str = ""
     unit: str = ""
+    is_reach: bool = False
+    """Whether the ends are the least and the most that was measured, and no interval."""
+
+
+FEW = 7
+"""Up to so many measurements of one run are said to reach from their least to their most."""
 
 
 def bar_of(row: Row, label: str, colour: int = 0, least_deviation: float = 0.0) -> IntervalBar:
-    """The mean over the starts, with its 95 % interval where there are several.
+    """The mean over the starts with its 95 % interval, or of a single one how far its few samples reach.
 
     `least_deviation` is the share of the mean that a start deviates by at least, as in `lead_of`.
     """
@@ -396,7 +417,11 @@ def bar_of(row: Row, label: str, colour: int = 0, least_deviation: float = 0.0) 
     half = half_interval(medians, 0.0, least_deviation * abs(mean))
     low, high = (None, None) if is_single else (mean - half, mean + half)
     note = "one run" if is_single else f"{len(medians)} runs"
-    return IntervalBar(label, mean, low, high, note, colour, row.metric, row.unit)
+    is_few = is_single and 1 < len(row.samples) <= FEW and min(row.samples) < max(row.samples)
+    if is_few:
+        note += f", {len(row.samples)} measurements"
+        low, high = min(row.samples), max(row.samples)
+    return IntervalBar(label, mean, low, high, note, colour, row.metric, row.unit, is_few)
 
 
 def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
@@ -416,7 +441,9 @@ def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
             continue
         about = scale.format(bar.value)
         if bar.low is not None and bar.high is not None:
-            is_even = math.isclose(bar.high - bar.value, bar.value - bar.low, rel_tol=1e-6, abs_tol=1e-12)
+            is_even = not bar.is_reach and math.isclose(
+                bar.high - bar.value, bar.value - bar.low, rel_tol=1e-6, abs_tol=1e-12
+            )
             about += (
                 f" ± {scale.number(bar.high - bar.value)}"
                 if is_even
@@ -481,8 +508,12 @@ def rows_figure(
         traces += marks.traces(shade(colour), name)
     words = _axis_title(metric, scale.unit) + (", logarithmic" if is_log else "")
     x: dict[str, Any] = {"title": _title(words), "zeroline": False}
+    values = [value for trace in traces for value in trace["x"] if value is not None]
     if is_log:
-        x |= _decades([value for trace in traces for value in trace["x"] if value is not None and value > 0])
+        x |= _decades([value for value in values if value > 0])
+    elif values and min(values) < max(values):
+        margin = 0.04 * (max(values) - min(values))
+        x["range"] = [min(values) - margin, max(values) + margin]
     return {"data": traces, "layout": _stacked("rows", named, count, x)}
 
 
@@ -514,7 +545,7 @@ class _Marks:
             kept = [sample for sample in samples if not self._is_log or sample > 0]
             self._samples[0].extend(short([sample / scale.factor for sample in kept]))
             self._samples[1].extend([at] * len(kept))
-        lines.append(f"{len(samples):,} samples of {len(row.starts):,} starts")
+        lines.append(f"{counted(len(samples), 'measurement')} of {counted(len(row.starts), 'run')}")
         self._dots[0].extend(short([median / scale.factor]))
         self._dots[1].append(at)
         self._dots[2].append("<br>".join(lines))
@@ -647,7 +678,7 @@ def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
     is_log = min(ends) > 0 and max(ends) > LOG_RATIO * min(ends)
     traces = []
     for series, (name, colour, qs, values) in enumerate(found):
-        hover = f"<b>{_safe(name)}</b><br>%{{y}} within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
+        hover = f"<b>{_safe(name)}</b><br>%{{y}} % within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
         traces.append(
             {
                 "type": "scatter", "mode": "lines", "name": _safe(name), "meta": {"series": series},
@@ -661,7 +692,10 @@ def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
     }  # fmt: skip
     if is_log:
         x |= _decades([end / scale.factor for end in ends])
-    y = {"range": [0, 100], "tickvals": [0, 25, 50, 75, 95], "ticksuffix": "%", "zeroline": False}
+    y = {
+        "range": [0, 101], "tickvals": [0, 25, 50, 75, 100], "zeroline": False,
+        "title": _title(f"Share of {'calls' if named[0][2].metric == 'latency' else 'measurements'} (%)"),
+    }  # fmt: skip
     return {"data": traces, "layout": _layout("quantiles", 300, xaxis=x, yaxis=y)}
 
 
@@ -689,7 +723,7 @@ def samples_figure(
             {
                 "type": "scatter", "mode": "markers", "x": x, "y": short(y), "customdata": starts,
                 "marker": {"color": colour, "size": 3.5, "opacity": 0.4},
-                "hovertemplate": f"start %{{customdata}}: %{{y:{_NUMBER}}} {unit_words}<extra></extra>",
+                "hovertemplate": f"run %{{customdata}}: %{{y:{_NUMBER}}} {unit_words}<extra></extra>",
             }
         )  # fmt: skip
         for start, median in enumerate(start_medians(row), 1):
@@ -711,7 +745,7 @@ def samples_figure(
             )  # fmt: skip
         offset += len(row.starts) + 1
     xaxis = {
-        "title": _title("Process start"), "range": [0.3, max(offset - 0.3, 1.7)], "showgrid": False,
+        "title": _title("Run"), "range": [0.3, max(offset - 0.3, 1.7)], "showgrid": False,
         "tickvals": [at for at, _ in ticks], "ticktext": [text for _, text in ticks], "zeroline": False,
     }  # fmt: skip
     yaxis = {"title": _title(_axis_title(metric, scale.unit)), "zeroline": False}
@@ -734,20 +768,24 @@ def histogram_figure(histogram: Histogram, colour: int, axis: str, what: str) ->
     total = histogram.total or 1.0
     classes = list(histogram.counts)
     shares = [100 * count / total for count in histogram.counts.values()]
+    names = [histogram.name(each) + ("" if histogram.is_ahead(each) else what) for each in classes]
     text = [
-        f"{histogram.name(behind)}{what}: <b>{share:.3g}%</b><br>{count:,.0f} in all starts"
-        for behind, share, count in zip(classes, shares, histogram.counts.values(), strict=True)
+        f"{name}: <b>{share:.3g}%</b><br>{count:,.0f} in all runs"
+        for name, share, count in zip(names, shares, histogram.counts.values(), strict=True)
     ]
     trace = {
         "type": "bar", "x": [behind + (histogram.width - 1) / 2 for behind in classes], "y": short(shares),
         "width": 0.92 * histogram.width, "marker": {"color": shade(colour)}, "text": text,
         "textposition": "none", "hovertemplate": "%{text}<extra></extra>",
     }  # fmt: skip
-    x: dict[str, Any] = {"title": _title(axis), "zeroline": False, "showgrid": False}
-    if len(classes) < 12 and histogram.width == 1:
-        ticks = list(range(min(classes), max(*classes, min(classes) + 5) + 1))
-        reach = [ticks[0] - 0.5, ticks[-1] + 0.5]
-        x |= {"tickvals": ticks, "ticktext": list(map(str, ticks)), "range": reach}
+    # every bar has its tick: the page thins them where there is no room
+    ticks = list(range(min(classes), max(*classes, min(classes) + 5 * histogram.width) + 1, histogram.width))
+    x: dict[str, Any] = {
+        "title": _title(axis), "zeroline": False, "showgrid": False,
+        "tickvals": [tick + (histogram.width - 1) / 2 for tick in ticks],
+        "ticktext": list(map(histogram.name, ticks)),
+        "range": [ticks[0] - 0.5, ticks[-1] + histogram.width - 0.5],
+    }  # fmt: skip
     y = {"title": _title("Share of all (%)"), "rangemode": "tozero", "zeroline": False}
     return {"data": [trace], "layout": _layout("histogram", 260, xaxis=x, yaxis=y)}
 
@@ -757,6 +795,7 @@ def waits_figure(
 ) -> Figure:
     """A square for each pair: who stands in the row waited for who stands in the column, in `scale`."""
     x, y, waits, hover = [], [], [], []
+    nobody: tuple[list[int], list[int]] = ([], [])
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             if value is not None:
@@ -765,20 +804,33 @@ def waits_figure(
                 waits.append(value / scale.factor)
                 waited = f"{_safe(names[row])} waited <b>{_safe(scale.format(value))}</b>"
                 hover.append(f"{waited} for {_safe(names[column])}")
+            elif row != column:
+                nobody[0].append(column)
+                nobody[1].append(row)
+    most = longest / scale.factor or 1.0
     trace = {
         "type": "scatter", "mode": "markers+text", "x": x, "y": y, "customdata": hover,
-        "text": [f"{value:.2g}" for value in waits], "textfont": {"size": _SMALL},
+        "text": [f"{value:.2g}" for value in waits],
+        "textfont": {
+            "size": _SMALL,
+            # on a square of nearly full colour, ink cannot be read
+            "color": [PALETTE["paper" if value > 0.65 * most else "ink"] for value in waits],
+        },
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {
             "symbol": "square", "size": 40, "color": short(waits), "cmin": 0,
-            "cmax": longest / scale.factor or 1, "showscale": False, "line": {"width": 0},
+            "cmax": most, "showscale": False, "line": {"width": 0},
             "colorscale": [[0, PALETTE["faint"]], [1, PALETTE["s0"]]],
         },
+    }  # fmt: skip
+    blank = {
+        "type": "scatter", "mode": "text", "x": nobody[0], "y": nobody[1], "text": ["–"] * len(nobody[0]),
+        "textfont": {"size": _SMALL, "color": PALETTE["muted"]}, "hoverinfo": "skip", "marker": {"size": 40},
     }  # fmt: skip
     ticks = {"tickvals": list(range(len(names))), "ticktext": list(map(_safe, names))}
     count = len(names)
     shared = {**ticks, "showgrid": False, "zeroline": False, "fixedrange": True}
-    xaxis = {**shared, "title": _title(f"Waited for ({scale.unit})"), "range": [-0.5, count - 0.5]}
-    yaxis = {**shared, "title": _title("Who waited"), "range": [count - 0.5, -0.5]}
+    xaxis = {**shared, "title": _title("For which worker"), "range": [-0.5, count - 0.5]}
+    yaxis = {**shared, "title": _title("Worker that waited"), "range": [count - 0.5, -0.5]}
     layout = _layout("waits", 44 * count + 62, xaxis=xaxis, yaxis=yaxis, meta={"cells": count})
-    return {"data": [trace], "layout": layout}
+    return {"data": [trace, blank] if nobody[0] else [trace], "layout": layout}

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import gzip
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from html import escape
+from html import escape, unescape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
+from shoal.report.figures import FEW
 from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
@@ -65,10 +67,13 @@ from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
     PERCENTILES,
+    half_interval,
     lead_of,
+    mean_of,
     percentile,
     start_medians,
     summarize,
+    usual_deviation,
 )
 from shoal.report.storage import write_atomically
 from shoal.report.units import Scale, counted, percent
@@ -76,12 +81,15 @@ from shoal.report.views import headline, interval_text, shared_key, verdict_text
 from shoal.report.words import (
     ABSENT,
     BenchmarkWords,
+    arrow_of,
     benchmark_words,
     figure_scale,
     key_label,
     key_words,
     metric_words,
     sentence_case,
+    value_words,
+    words_used,
 )
 
 # --- the page ---
@@ -89,10 +97,11 @@ from shoal.report.words import (
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SCRIPTS = ("drawing.js", "page.js")
 HOW_TO_READ = (
-    "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Those that a row has "
-    "too few samples for are left out (p95 needs twenty). Spread is the standard deviation of all samples. "
-    "The noise floor is how far equal measurements lie apart: nine of ten pairs of process starts have "
-    "medians nearer to each other than that (with one start, two halves of its samples)."
+    "A run is one independent start of all processes, or one seed. Percentiles interpolate linearly and "
+    "are numeric: p95 of a rate is its high end. Those for which there are too few measurements are left out "
+    "(p95 needs twenty). Spread is the standard deviation of all measurements. The noise floor is how far "
+    "equal runs lie apart: nine of ten pairs of runs have medians nearer to each other than that (with one "
+    "run, two halves of its measurements)."
 )
 CHANGES_HOW = (
     "How much the median of each figure changed from the baseline to the test. A filled dot was judged, and "
@@ -145,7 +154,7 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
     explained = f'<p class="about">{escape(first.about)}</p>' if is_alone and first.about else ""
     on_what = conditions(shown) if is_alone else ""
     head = [explained, headlines(shown), on_what, about, contents(parts), notices(shown)]
-    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
+    return _write(path, title, head, [body(parts)], figures)
 
 
 def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
@@ -171,7 +180,7 @@ def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
         notices(shown, diff.warnings),
     ]
     title = f"{words.title}: two reports compared"
-    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
+    return _write(path, title, head, [body(parts)], figures)
 
 
 def _labels(reports: Sequence[Report]) -> list[str]:
@@ -249,6 +258,7 @@ def body(parts: Sequence[PagePart]) -> str:
 def _write(
     path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: PageFigures
 ) -> Path:
+    content = [*content, glossary(_joined([*head, *content])), _how(HOW_TO_READ)]
     encoded = visible(msgspec.json.encode(figures.data).decode()).replace("<", "\\u003c")
     title = visible_line(title)
     page = f"""<!doctype html>
@@ -287,6 +297,16 @@ def _write(
     return write_atomically(path, page.encode())
 
 
+def glossary(page: str) -> str:
+    """What the words mean that a page uses and that a reader may not know, folded."""
+    used = words_used(unescape(_TAG.sub(" ", page)))
+    lines = "".join(f"<dt>{escape(word)}</dt><dd>{escape(said)}</dd>" for word, said in used.items())
+    return folded("Words on this page", f"<dl>{lines}</dl>") if used else ""
+
+
+_TAG = re.compile("<[^>]*>")
+
+
 def _joined(parts: Sequence[str]) -> str:
     return "\n".join(part for part in parts if part)
 
@@ -306,7 +326,10 @@ def _plotly() -> str:
 
 MAX_OPEN_ROWS = 16
 """A metric of more rows is folded."""
-GLANCE_HOW = "The medians of everything that was measured, in one table. "
+GLANCE_HOW = (
+    "Everything that was measured, in one table: means over the runs, ± their 95 % interval; of a single run "
+    "the median of what it measured, with the least and the most where that is little. "
+)
 
 
 def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = False) -> list[Section]:
@@ -347,8 +370,9 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
 
 def how_it_ran(shown: Sequence[Shown]) -> Section:
     """Command lines, configuration and results, folded unless they differ."""
+    # a benchmark that has several seeds in one start says so itself
     configs = [
-        item.report.config | ({"seeds": item.report.seeds} if item.report.seeds else {}) for item in shown
+        ({"seeds": item.report.seeds} if item.report.seeds else {}) | item.report.config for item in shown
     ]
     told = ("headline", "conditions")  # at the top of the page
     results = [
@@ -391,8 +415,8 @@ def _metric(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) ->
     about = f"{words}{f', all with {shared}' if shared else ''}; {group.direction} is better."
     if drawn:
         about += (
-            " A dot is a median, a thick line the middle half of the samples, a thin one p5 to p95; where "
-            "there are too few samples for these, the samples are drawn."
+            " A dot is a median, a thick line the middle half of the measurements, a thin one p5 to p95; "
+            "where there are too few for these, each is drawn."
         )
     return Section(words, about, content, group.metric)
 
@@ -431,10 +455,8 @@ def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
     cells = []
     for name in names:
         value: Scalar | None = row.key.get(name)
-        kind, shown = ("key number", f"{value:,}") if is_number(value) else ("key", text(value))
-        if isinstance(value, bool):
-            shown = "yes" if value else "no"
-        shown = ABSENT.get(name, "–") if value is None else shown
+        kind = "key number" if is_number(value) else "key"
+        shown = value_words(name, value, row.metric)
         cells.append(f'<th scope="row"{rows} class="{kind}">{escape(shown)}</th>')
     return "".join(cells)
 
@@ -473,9 +495,9 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
     known = [summary for summary in summaries if summary is not None]
     medians = [abs(summary.p50) for summary in known]
     scale = None if has_metrics else figure_scale(group.metric, group.unit, percentile(medians or [1.0], 50))
-    figures = (
-        ["starts", "samples"] if any(each.num_samples > each.num_starts for each in known) else ["starts"]
-    )
+    figures = ["runs"]
+    if any(each.num_samples > each.num_starts for each in known):
+        figures.append("measurements")
     for place, q in enumerate(PERCENTILES):
         if any(summary.known_percentiles[place] is not None for summary in known):
             figures.append("median" if q == 50 else f"p{q}")
@@ -484,7 +506,7 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
     if any(summary.noise_percent is not None for summary in known):
         figures.append("noise floor")
     unit = f"<br><small>{escape(scale.unit)}</small>" if scale is not None and scale.unit else ""
-    counts = ("starts", "samples", "noise floor")
+    counts = ("runs", "measurements", "noise floor")
     head = [
         *key_heads(group.present, names),
         *(["<th>figure</th>"] if has_metrics else []),
@@ -497,7 +519,7 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         for position, (number, row) in enumerate(present):
             key = key_cells(row, names, len(present)) if position == 0 else ""
             if has_metrics and position == 0:
-                arrow = "↑" if row.direction == "higher" else "↓"
+                arrow = arrow_of(row.metric, row.direction)
                 key += f'<td rowspan="{len(present)}">{_metric_name(row.metric)} {arrow}</td>'
             item = shown[number]
             report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
@@ -535,8 +557,8 @@ def _figure_cells(row: Row, figures: Sequence[str], scale: Scale | None) -> str:
     noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
     values = dict(zip(("median", "p75", "p90", "p95"), summary.known_percentiles, strict=True))
     cells = {
-        "starts": f"{summary.num_starts:,}",
-        "samples": f"{summary.num_samples:,}",
+        "runs": f"{summary.num_starts:,}",
+        "measurements": f"{summary.num_samples:,}",
         **{name: "–" if value is None else show(value) for name, value in values.items()},
         "mean": show(summary.mean),
         "spread": show(summary.spread) if summary.num_samples > 1 else "–",
@@ -618,8 +640,8 @@ DETAILS = ("rank", "waited_for", "behind", "start")
 CEILING = "none"
 """The strategy without any sharing, which nobody can beat and nobody has to."""
 
-Line = tuple[int, tuple[tuple[str, bool, Scalar], ...]]
-"""The number of the report, and the key."""
+Line = tuple[int, tuple[tuple[str, str], ...]]
+"""The number of the report, and the key in words."""
 
 
 def glance_tables(shown: Sequence[Shown]) -> tuple[str, str]:
@@ -628,15 +650,16 @@ def glance_tables(shown: Sequence[Shown]) -> tuple[str, str]:
     for index, item in enumerate(shown):
         for row in item.report.rows:
             if not any(name in row.key for name in DETAILS):
-                kinds.setdefault(tuple(sorted(row.key)), []).append((index, row))
+                kind = tuple(sorted({name: True for name in row.key if name not in ABSENT}))
+                kinds.setdefault(kind, []).append((index, row))
     best: set[tuple[int, Identity]] = set()
     tables = "".join(_glance_table(found, shown, best) for found in kinds.values())
     told = (
-        "Marked is what is ahead of all that differ in nothing else by more than chance; ↑ higher is better."
+        "Green: better than every other row of the same setting beyond the noise."
         if best
-        else "Nothing is marked as best: these runs do not tell one from the others. ↑ higher is better."
+        else "Nothing is green: these runs do not tell one row from the others."
     )
-    return tables, told
+    return tables, told + " ↑ higher is better, ↓ lower is better."
 
 
 def _glance_table(
@@ -649,8 +672,10 @@ def _glance_table(
         if row.error is not None or any(row.samples)
     }
     lines: dict[Line, dict[tuple[str, str, str], Row]] = {}
+    entries = sorted({name: True for _, row in rows for name in row.key})
     for index, row in rows:
-        cells = lines.setdefault((index, row.identity[1]), {})
+        key = tuple((name, value_words(name, row.key.get(name), row.metric)) for name in entries)
+        cells = lines.setdefault((index, key), {})
         cells[row.metric, row.unit, row.direction] = row
     if len(metrics) < 2 or not 1 < len(lines) <= MAX_LINES:
         return ""
@@ -658,12 +683,16 @@ def _glance_table(
     names = _differing(firsts)
     best = best_cells(rows, [item.report for item in shown])
     found |= best
+    least = {
+        metric: usual_deviation(
+            start_medians(row) for _, row in rows if _metric_of(row) == metric and row.starts
+        )
+        for metric in metrics
+    }
     scales = {}
     for metric in metrics:
         medians = [
-            abs(percentile(row.samples, 50))
-            for _, row in rows
-            if row.starts and (row.metric, row.unit, row.direction) == metric
+            abs(percentile(row.samples, 50)) for _, row in rows if row.starts and _metric_of(row) == metric
         ]
         scales[metric] = figure_scale(metric[0], metric[1], percentile(medians, 50) if medians else 1.0)
     heads = [
@@ -677,11 +706,17 @@ def _glance_table(
         item = shown[index]
         report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
         figures = "".join(
-            _cell(cell, scales[metric], cell is not None and (index, cell.identity) in best)
+            _cell(cell, scales[metric], least[metric], cell is not None and (index, cell.identity) in best)
             for metric, cell in ((metric, cells.get(metric)) for metric in metrics)
         )
-        body.append(f'<tr class="first">{key_cells(first, names)}{report}{figures}</tr>')
+        is_chosen = any(name == "chosen" for name, _, _ in cells)
+        kind = "first chosen" if is_chosen else "first"
+        body.append(f'<tr class="{kind}">{key_cells(first, names)}{report}{figures}</tr>')
     return html_table(heads, body, "glance")
+
+
+def _metric_of(row: Row) -> tuple[str, str, str]:
+    return row.metric, row.unit, row.direction
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
@@ -733,18 +768,29 @@ def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | N
 
 def _head(metric: tuple[str, str, str], scale: Scale) -> str:
     name, _, direction = metric
-    arrow = "↑" if direction == "higher" else "↓"
     unit = f"{scale.unit} " if scale.unit else ""
-    return f'<th class="number">{_metric_name(name)}<br><small>{escape(unit)}{arrow}</small></th>'
+    about = escape(unit) + arrow_of(name, direction)
+    return f'<th class="number">{_metric_name(name)}<br><small>{about}</small></th>'
 
 
-def _cell(row: Row | None, scale: Scale, is_best: bool) -> str:
+def _cell(row: Row | None, scale: Scale, least: float, is_best: bool) -> str:
+    """The mean over the runs with its interval, or the median of a single one with its reach."""
     if row is None:
         return '<td class="number quiet-text">–</td>'
     if not row.starts:
         return f'<td class="number error" title="{escape(row.error or "", quote=True)}">failed</td>'
-    shown = escape(scale.number(percentile(row.samples, 50)))
-    return f'<td class="number">{f"<b class=best>{shown}</b>" if is_best else shown}</td>'
+    if row.metric == "chosen":
+        return '<td class="number">yes</td>'
+    medians, more = start_medians(row), ""
+    value = mean_of(medians)
+    if len(medians) > 1:
+        half = half_interval(medians, 0.0, least * abs(value))
+        more = f"± {scale.number(half)}" if half else ""
+    elif min(row.samples) < max(row.samples) and len(row.samples) <= FEW:
+        more = f"{scale.number(min(row.samples))} to {scale.number(max(row.samples))}"
+    shown = escape(scale.number(value))
+    shown = f"<b class=best>{shown}</b>" if is_best else shown
+    return f'<td class="number">{shown}{f"<br><small>{escape(more)}</small>" if more else ""}</td>'
 
 
 # --- what is said around the figures ---
@@ -784,7 +830,7 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
     items = list(warnings or [])
     for item in shown:
         prefix = f"{item.label}: " if item.label else ""
-        if warnings is None:
+        if warnings is None and not is_in_virtual_time(item.report):
             items += [prefix + reason for reason in busy(item.report)]
         items += [
             f"{prefix}{key_label(row.key)} {metric_words(row.metric)} failed: {row.error}".lstrip()
@@ -792,12 +838,22 @@ def notices(shown: Sequence[Shown], warnings: Sequence[str] | None = None) -> st
         ]
     if not items:
         return ""
+    is_busy = any(busy(item.report) for item in shown if not is_in_virtual_time(item.report))
+    effect = (
+        "Other programs ran on this machine: times may be longer and rates lower than on an idle one, and "
+        "they vary more from run to run. Counts of bytes, messages and steps are not changed."
+    )
+    told = f'<p class="notices">{escape(effect)}</p>' if is_busy else ""
     if len(items) == 1:
-        return f'<p class="notices">{escape(items[0])}</p>'
+        return (
+            told[:-4] + f" ({escape(items[0])}.)</p>"
+            if is_busy
+            else f'<p class="notices">{escape(items[0])}</p>'
+        )
     rest = "".join(f"<li>{escape(item)}</li>" for item in items)
     num_failed = sum(len(item.report.failed) for item in shown)
     failed = f", {num_failed} of them of figures that failed" if num_failed else ""
-    return (
+    return told + (
         f'<details class="notices"><summary>{len(items)} warnings{failed}</summary><ul>{rest}</ul></details>'
     )
 

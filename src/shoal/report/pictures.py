@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
+from typing import Any
 
 from shoal.report.curves import Histogram, Line
 from shoal.report.figures import Chart, IntervalBar, bar_of, bars_figure, histogram_figure, percentiles_figure
@@ -31,12 +33,12 @@ def pictures(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> 
     """The pictures of the reports of one benchmark; those that have nothing to show are left out."""
     sections = [
         target_bars(shown, figures, colours),
-        Section("Did calls succeed?", SUCCESS_HOW, _success_bars(shown, figures)),
-        Section("Hops of a call", HOPS_HOW, _hops(shown, figures)),
+        Section("Did stores and reads succeed?", SUCCESS_HOW, _success_bars(shown, figures)),
+        Section("Hops of a look-up", HOPS_HOW, _hops(shown, figures)),
         Section("Throughput", THROUGHPUT_HOW, _throughput(shown, figures)),
         Section("Throughput by number of clients", CLIENTS_HOW, _by_clients(shown, figures, colours)),
         Section("Time of a call", CALLS_HOW, _call_times(shown, figures)),
-        Section("Traffic of a call", TRAFFIC_HOW, _traffic(shown, figures)),
+        Section("Traffic for one record", TRAFFIC_HOW, _traffic(shown, figures)),
     ]
     return [section for section in sections if section.content]
 
@@ -93,11 +95,41 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
                     bars.append(bar_of(row, label, colour, least))
                 else:
                     bars.append(IntervalBar(label, None, note=_why_not(row, len(end.starts)), metric=metric))
-            bars.sort(key=lambda bar: math.inf if bar.value is None else bar.value)
+            if any(end is not None and len(end.starts) > 1 for _, end, _ in found):
+                # a single run of each is no ranking, and must not look like one
+                bars.sort(key=lambda bar: math.inf if bar.value is None else bar.value)
             if any(bar.value is not None for bar in bars):
-                title = sentence_case(metric_words(metric)) + (f" · {setting}" if setting else "")
+                title = sentence_case(metric_words(metric)) + _target_of(shown, runs)
+                title += f" · {setting}" if setting else ""
                 parts.append(titled(f"{title} (lower is better)", figures.place(bars_figure(bars))))
-    return Section("What it took to reach the target", TARGET_HOW, beside_one_another(*parts))
+    how = TARGET_HOW if any(len(row.starts) > 1 for _, row in ran) else SINGLE_TARGET_HOW
+    return Section("What it took to reach the target", how + _steps_apart(shown), beside_one_another(*parts))
+
+
+def _target_of(shown: Sequence[Shown], runs: Found) -> str:
+    """' 90 %': the target that the reports name, where they agree."""
+    targets: dict[float, bool] = {}
+    for item in shown:
+        target: Any = item.report.config.get("target", item.report.config.get("target_accuracy"))
+        if is_number(target):
+            targets[target] = True
+    if len(targets) != 1:
+        return ""
+    (target,) = targets
+    is_share = any(row.metric == "final_accuracy" for _, row in runs)
+    return f" ({100 * target:g} %)" if is_share else f" ({target:g})"
+
+
+def _steps_apart(shown: Sequence[Shown]) -> str:
+    """How finely the figures can be read: nobody looks whether the target is reached at every step."""
+    every = {item.report.config.get("eval_every"): True for item in shown}
+    (steps, *others) = every
+    if others or not isinstance(steps, int) or steps < 2:
+        return ""
+    return (
+        f" Whether the target is reached is looked at every {steps} steps, so that each run ends at a "
+        f"multiple of {steps}; a mean need not."
+    )
 
 
 def _why_not(row: Row | None, num_runs: int) -> str:
@@ -108,10 +140,14 @@ def _why_not(row: Row | None, num_runs: int) -> str:
 
 
 TARGET_HOW = (
-    "The mean over the runs that differ in their seed, with its 95 % interval as a line; an interval is at "
-    "least as wide as is usual among them, as few runs that agree by chance prove nothing. Where two lines "
-    "overlap, these runs do not tell one from the other; a single run has no interval and tells nothing. "
-    "Only who reached the target in every run has a bar."
+    "A bar is the mean over the runs, which differ in their seed; ± and the thin line are the 95 % interval "
+    "of that mean. Runs that agree by chance would have a line that is too short: none is shorter than the "
+    "typical one here (the median, as a share of the mean). Where two lines overlap, these runs do not tell "
+    "one from the other. Only who reached the target in every run has a bar."
+)
+SINGLE_TARGET_HOW = (
+    "One run of each, so that the bars are in no order: another run may turn it round. Only who reached the "
+    "target has a bar."
 )
 
 # --- calls of the DHT ---
@@ -163,8 +199,9 @@ def wilson(done: float, total: int) -> tuple[float, float]:
 
 
 SUCCESS_HOW = (
-    "The share of calls that did what they should: a store that some peer took, a read that found its "
-    "record. The line is the 95 % interval of so many calls. Anything below 100 % is data that was not found."
+    "The share of records that were stored (some peer took them) and of reads that found their record. One "
+    "call may carry many of them. The line is the 95 % interval of so many. Anything below 100 % is data "
+    "that was not found."
 )
 
 
@@ -210,13 +247,14 @@ def _traffic(shown: Sequence[Shown], figures: PageFigures) -> str:
             for (_, row), name in zip(found, _names(found), strict=True)
         ]
         if bars:
-            parts.append(titled(what, figures.place(bars_figure(bars, f"{what} of a call"))))
+            parts.append(titled(what, figures.place(bars_figure(bars, f"{what} for one record"))))
     return beside_one_another(*parts)
 
 
 TRAFFIC_HOW = (
     "What the network carried for one record that was stored and for one that was read, on average; less is "
-    "better. A message may be several datagrams, and one may serve many records that are asked for at once."
+    "better. A message may be several datagrams, and one message may carry many records: a record may take "
+    "fewer messages than there are peers that keep it."
 )
 
 # --- an expert server ---
@@ -246,15 +284,24 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
             for (_, row), name in zip(own, _names(own), strict=True)
         ]
         if bars:
-            parts.append(titled(item.label, figures.place(bars_figure(bars, "Samples in a second"))))
+            # the echo is many times as fast as all computing: on one axis the others would be slivers
+            near = [bar for bar in bars if (bar.value or 0.0) <= MAX_TIMES * (bars[0].value or 0.0)]
+            far = [bar for bar in bars if bar not in near]
+            plot = figures.place(bars_figure(near, "Samples in a second"))
+            said = "; ".join(f"{bar.label}: {bar.value:,.0f} /s" for bar in far if bar.value is not None)
+            plot += f'<p class="how">Too fast for this axis: {escape(said)}.</p>' if said else ""
+            parts.append(titled(item.label, plot))
     return beside_one_another(*parts)
 
 
 THROUGHPUT_HOW = (
     "Samples in a second; more is better. Below the server stand its bounds, measured in the same run: the "
-    "same computing without a network, and the same traffic without computing. The server cannot be faster "
-    "than either, and is good where it comes near the lower of them."
+    "same computing without a network, and the same traffic without computing (the echo). In truth a server "
+    "cannot be faster than either, and is good where it comes near the lower of them. Each is measured at "
+    "another moment: above 100 % of a bound is an error of measurement."
 )
+MAX_TIMES = 10
+"""A bar that is so many times as long as the server's is told in words."""
 
 
 def _by_clients(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
@@ -313,9 +360,20 @@ def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
                 trace["meta"] = {"series": series}
             num_calls = min(len(row.samples) for _, _, row in named)
             few = f"{counted(num_calls, 'call')} of a kind: too few for p95" if num_calls < 20 else ""
+            few = " · ".join(part for part in (_batch_of(item), few) if part)
             plot = figures.legend(number) + figures.place(picture, number=number)
             parts.append(titled(" · ".join(part for part in (item.label, few) if part), plot))
     return beside_one_another(*parts)
+
+
+def _batch_of(item: Shown) -> str:
+    """'a call of 64 records': what one call carries, where the report says it; '' for a single thing."""
+    config = item.report.config
+    plan = config.get("plan")
+    size = plan.get("expert_batch_size") if isinstance(plan, dict) else config.get("batch_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 2:
+        return ""
+    return f"a call carries {counted(size, 'expert' if isinstance(plan, dict) else 'sample')}"
 
 
 _KINDS = {
@@ -325,7 +383,7 @@ _KINDS = {
     "get_latency": "read",
 }
 CALLS_HOW = (
-    "How long a caller waited for one call, which may carry a whole batch; less is better. p50 is the "
-    "median, p95 what nineteen of twenty calls stayed below. A percentile is drawn where there are calls "
-    "enough for it: four for p75, ten for p90, twenty for p95."
+    "How long a caller waited for one call, which may carry a whole batch of samples or records; less is "
+    "better. p50 is the median, p95 what nineteen of twenty calls stayed below. A percentile is drawn where "
+    "there are calls enough for it: four for p75, ten for p90, twenty for p95."
 )

@@ -41,9 +41,9 @@ from shoal.report.figures import (
 )
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
 from shoal.report.statistics import PERCENTILES, is_known, mean_of, percentile, start_medians
-from shoal.report.units import scale_for
+from shoal.report.units import counted
 from shoal.report.views import Group, shared_key, verdict_text
-from shoal.report.words import ABSENT, key_label, metric_words, sentence_case
+from shoal.report.words import ABSENT, figure_scale, key_label, metric_words, sentence_case
 
 # --- places and sets ---
 
@@ -328,7 +328,7 @@ def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> st
         return ""
     number = figures.open_set((name, colour) for name, colour, _ in enough)
     plot = figures.place(quantiles_figure(enough), number=number)
-    return titled("Share of samples that took at most so long", figures.legend(number) + plot)
+    return titled("Share of measurements that took at most so long", figures.legend(number) + plot)
 
 
 def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> str:
@@ -367,9 +367,9 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
         num_starts = sum(len(row.starts) for row in line if row is not None)
         rows = [(name, colour, row) for (name, colour), row in zip(named, line, strict=True)]
         spreads.append(samples_figure(first.metric, first.unit, rows, max(6, share // max(1, num_starts))))
-    how = "Dots are samples, from left to right in time; a line is the median of its process start."
+    how = "Dots are measurements, from left to right in time; a line is the median of its run."
     spread = figures.place(*spreads, number=number)
-    return content + titled("Samples by process start", f'<p class="how">{how}</p>{spread}')
+    return content + titled("Measurements by run", f'<p class="how">{how}</p>{spread}')
 
 
 TONES = {
@@ -410,7 +410,8 @@ def forest_plot(diff: Diff, figures: PageFigures) -> str:
 
 # --- lines: along an axis, over the number of workers ---
 
-_OF_A_COURSE = ("step", "s", "bytes")
+_OF_A_COURSE = ("s", "bytes", "step")
+"""The axes of a training, in the order in which a reader asks for them."""
 Colours = dict[str, int]
 """The colour of each contender, through a whole chapter."""
 
@@ -418,16 +419,40 @@ Colours = dict[str, int]
 def curves_title(shown: Sequence[Shown]) -> tuple[str, str]:
     """What `curve_plots` is called, and how its lines and bands are read."""
     axes = _axes([curve for _, curve in _drawn_curves(shown)])
-    how = "Each line is the mean over the independent runs, its band reaches from the lowest to the highest."
+    has_bands = any(len(curve.starts) > 1 for _, curve in _drawn_curves(shown))
+    how = "Each line is the mean over the runs, its band reaches from the lowest run to the highest."
+    how = how if has_bands else "Each line is a single run."
     if not axes or any(axis in _OF_A_COURSE for axis in axes):
         return "Over time", (
             "How each figure went while it trained. "
             + how
+            + _looked_at(shown)
             + " Choose along what: a strategy that is ahead by "
             "steps may be behind by seconds or bytes. Press a name to hide or show it."
+            + (DISTANCE_HOW if _has_distance(shown) else "")
         )
     called = " and the ".join(map(axis_name, axes))
     return f"Over the {called}", f"Each figure by the {called}. " + how
+
+
+DISTANCE_HOW = (
+    " How far models are apart is the length of the difference between a worker's parameters and the mean of "
+    "all workers', averaged over the workers; of a strategy that averages every few steps it is taken right "
+    "after an averaging, while the worst worker is examined wherever it stands."
+)
+
+
+def _has_distance(shown: Sequence[Shown]) -> bool:
+    return any(curve.metric == "consensus_distance" for _, curve in _drawn_curves(shown))
+
+
+def _looked_at(shown: Sequence[Shown]) -> str:
+    """How often the curves were taken, as far as the reports say it."""
+    every = {item.report.config.get("eval_every"): True for item in shown}
+    (step, *others) = every
+    if others or not isinstance(step, int) or isinstance(step, bool):
+        return ""
+    return f" A point was taken every {counted(step, 'step')}."
 
 
 def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
@@ -466,7 +491,8 @@ def _drawn_curves(shown: Sequence[Shown]) -> list[tuple[int, Curve]]:
 
 
 def _axes(curves: Sequence[Curve]) -> list[str]:
-    return [axis for axis in axes_of(curves) if axis != WORKERS]
+    names = [axis for axis in axes_of(curves) if axis != WORKERS]
+    return sorted(names, key=lambda axis: _OF_A_COURSE.index(axis) if axis in _OF_A_COURSE else -1)
 
 
 def scaling_groups(shown: Sequence[Shown]) -> list[Group]:
@@ -537,7 +563,7 @@ def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours
 
 SCALING_HOW = (
     "Speed by the number of workers. Points are medians, their bars reach from the lowest to the highest "
-    "process start; dashed lines are predictions; the dotted line is the ideal, the fastest with the fewest "
+    "run; dashed lines are predictions; the dotted line is the ideal, the fastest with the fewest "
     "workers, multiplied. The nearer to it, the better a strategy scales."
 )
 
@@ -633,7 +659,7 @@ def histogram_plots(shown: Sequence[Shown], figures: PageFigures, colours: dict[
         contender = contest.contender(row.key)
         is_alone = len(contenders) == 1
         colour = item.number if is_alone else colours.setdefault(contender, len(colours))
-        names = (item.label, "" if is_alone else contender, contest.setting(row.key))
+        names = (item.label, contender, contest.setting(row.key))
         title = " · ".join(name for name in names if name)
         found.setdefault(title, (colour, []))[1].append(row)
     parts = [titled(title, _bars(of_one, colour, figures)) for title, (colour, of_one) in found.items()]
@@ -648,16 +674,21 @@ def _bars(rows: Sequence[Row], colour: int, figures: PageFigures) -> str:
 
 
 STALENESS_HOW = (
-    "How many updates were made between the moment a gradient was computed at and its own update: "
-    "the further to the right, the older the gradients."
+    "How old a model or a gradient was when it was used, in updates: 0 is up to date, at 3 three updates had "
+    "been made without it; 'ahead' came from a worker that had made more of them. Lower, that is further to "
+    "the left, is better."
 )
 WAITS_HOW = (
     "How long the worker of each row waited for the worker of each column, on average over the runs; more "
-    "colour is a longer wait. A column of strong colour is a worker that others wait for."
+    "colour is a longer wait, in one scale for all strategies. A column of more colour than the others is "
+    "a worker that others wait for. A dash: the one never waited for the other. A strategy that is missing "
+    "here never waits for a certain worker."
 )
 
 # --- who waited for whom ---
 
+UNEVEN = 1.5
+"""A worker that others wait for so many times as long as for the average one is named."""
 WAITED, WAITING, AWAITED = "waited", "rank", "waited_for"
 
 
@@ -682,14 +713,14 @@ def wait_plots(shown: Sequence[Shown], figures: PageFigures) -> str:
 
 
 def _wait_map(rows: list[Row], longest: float, figures: PageFigures) -> str:
-    scale = scale_for(rows[0].unit, longest)
+    scale = figure_scale(rows[0].metric, rows[0].unit, longest)
     workers = sorted(
         {value: True for row in rows for value in (row.key[WAITING], row.key[AWAITED])}, key=_worker_order
     )
     cells = {(row.key[WAITING], row.key[AWAITED]): mean_of(row.samples) for row in rows}
     names = [text(worker) for worker in workers]
     values = [[cells.get((waiting, awaited)) for awaited in workers] for waiting in workers]
-    said = f'<p class="how">{_waits_said(cells, workers, scale.format)}</p>'
+    said = f'<p class="how">{_waits_said(cells, workers, scale.format)} Numbers are in {scale.unit}.</p>'
     return said + figures.place(waits_figure(names, values, scale, longest))
 
 
@@ -710,6 +741,10 @@ def _waits_said(
     if total <= 0:
         return "Nobody waited."
     worker = max(by_awaited, key=lambda name: by_awaited[name])
+    if by_awaited[worker] < UNEVEN * total / len(by_awaited):
+        return escape(
+            f"{shown(total)} of waiting in all, evenly spread: no worker is waited for much longer."
+        )
     name = text(worker) if isinstance(worker, str) else f"rank {worker}"
     share = 100 * by_awaited[worker] / total
     return escape(f"{shown(total)} of waiting in all, {share:.0f}% for {name} ({shown(by_awaited[worker])}).")

@@ -140,12 +140,12 @@ def beside_documents(shown: Sequence[Shown]) -> Section:
             )
             if is_of and all(_is_equal(config, name, value) for name, value in document.kind.items()):
                 parts.append(_table(document, item, config))
-    return Section("Beside the document", HOW, "".join(parts))
+    return Section("Published by others", HOW, "".join(parts))
 
 
 HOW = (
-    "Figures that the document of the system from which this benchmark comes prints, on its hardware. Only "
-    "where the setup is the same do ours stand beside them, and hardware still differs."
+    "Figures that the documents of the system from which this benchmark comes print, measured on its "
+    "hardware. Ours stand beside them only where the settings are the same, and hardware still differs."
 )
 
 
@@ -154,7 +154,9 @@ def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> str:
     models = config.get("models", ())
     figures = [each for each in document.figures if "model" not in each.key or each.key["model"] in models]
     differences = list(_differences(document, config))
-    heads = "<th>figure</th><th class=number>in the document</th><th class=number>here</th>"
+    has_ours = not differences
+    heads = "<th>figure</th><th class=number>in the document</th>"
+    heads += "<th class=number>here</th>" if has_ours else ""
     lines = []
     for figure in figures:
         row = None if differences else _row_of(report, figure)
@@ -164,10 +166,15 @@ def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> str:
         name = sentence_case(metric_words(figure.metric)) + (f" · {key}" if key else "")
         lines.append(
             f'<tr><td title="{escape(figure.metric, quote=True)}">{escape(name)}</td>'
-            f"<td class=number>{escape(scale.format(figure.value))}</td><td class=number>{ours}</td></tr>"
+            f"<td class=number>{escape(scale.format(figure.value))}</td>"
+            f"{f'<td class=number>{ours}</td>' if has_ours else ''}</tr>"
         )
     about = " · ".join(part for part in (item.label, document.source, document.hardware) if part)
-    said = f"Not compared, the setup is another: {'; '.join(differences)}." if differences else ""
+    said = (
+        f"These are for other settings and cannot be compared with this report: {'; '.join(differences)}."
+        if differences
+        else ""
+    )
     if not lines:
         return ""
     content = (

@@ -220,6 +220,12 @@ class Lead:
         return len(self.names) == 1 and bool(self.behind)
 
     @property
+    def is_behind_in_order(self) -> bool:
+        """Whether those behind the first are told apart from each other as well."""
+        places = [self.places[name] for name in self.behind]
+        return len(set(places)) == len(places) and all(best == worst for best, worst in places)
+
+    @property
     def is_enough(self) -> bool:
         """Whether there are samples enough to name anybody."""
         return self.num_samples >= self.num_needed
@@ -229,7 +235,7 @@ class Lead:
         if self.is_enough:
             return "their 95 % intervals overlap"
         runs = "one run" if self.num_samples == 1 else f"{self.num_samples} runs"
-        return f"{runs} of each cannot tell, {self.num_needed} may"
+        return f"{runs} of each: a ranking needs {self.num_needed}"
 
 
 def lead_of(

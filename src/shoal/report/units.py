@@ -75,13 +75,13 @@ def counted(count: int, noun: str, several: str = "") -> str:
 
 
 def ranged(values: Sequence[float], unit: str) -> str:
-    """The median of several starts and how far they reach: '12.3 ms (11.0 to 14.2 over 5 starts)'."""
+    """The median of several runs and how far they reach: '12.3 ms (median of 5 runs, 11.0 to 14.2)'."""
     median = statistics.median(values)
     scale = scale_for(unit, median) if unit == "s" or unit in _BYTES else Scale(1.0, unit)
     if len(values) == 1:
-        return f"{scale.format(median)} (one start)"
+        return f"{scale.format(median)} (one run)"
     reach = f"{scale.number(min(values))} to {scale.number(max(values))}"
-    return f"{scale.format(median)} ({reach} over {len(values)} starts)"
+    return f"{scale.format(median)} (median of {len(values)} runs, {reach})"
 
 
 def rounded(value: float) -> float | int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
@@ -17,6 +17,8 @@ Group = tuple[str, str, str]
 Items = list[Table | Line | str]
 Figure = TypeVar("Figure", Row, Curve)
 
+DEVIATION = "± in the table is the standard deviation over the runs."
+"""For tables of text, which say how far runs lie apart; a page has the interval of their mean."""
 _MAX_NAMED = 4
 """More names share a word."""
 STYLES = {
@@ -74,7 +76,8 @@ def headline(report: Report) -> list[str]:
 def contest_line(what: str, lead: Lead, shown: Callable[[float], str], missing: Sequence[str] = ()) -> str:
     """Who is ahead by one figure, in words; nobody is named first where the samples do not tell.
 
-    `shown` writes a mean. `missing` are those that do not have the figure in every run.
+    Those behind a winner come with their means, the best first. `shown` writes a mean. `missing` are those
+    that do not have the figure in every run.
     """
     means = {name: shown(mean) for name, mean in lead.means.items()}
 
@@ -95,11 +98,49 @@ def contest_line(what: str, lead: Lead, shown: Callable[[float], str], missing: 
         others = missing[0] if len(missing) == 1 else "the others"
         return f"{what}: {first}, {means[first]}, in {lead.num_samples} of {runs}; {others} in fewer{few}."
     if len(lead.names) == 1:
-        return f"{what}: {first}, {means[first]}; then {listed(lead.behind)}, {span(lead.behind)}."
-    between = f"; behind some of them {listed(lead.between)}" if lead.between else ""
-    behind = f"; behind them {listed(lead.behind)}" if lead.behind else ""
+        return f"{what}: {first}, {means[first]}; then {_followers(lead, means)}."
+    between = behind = ""
+    if lead.between:
+        tied_with = [name for name in lead.names if name != first]
+        among = tied_with[0] if len(tied_with) == 1 else "all of these"
+        are = "is" if len(lead.between) == 1 else "are"
+        between = f"; {listed(lead.between)} {are} behind {first}, but not behind {among}"
+    if lead.behind:
+        behind = f"; behind them {'is' if len(lead.behind) == 1 else 'are'} {listed(lead.behind)}"
     tied = f"{listed(lead.names)} are not told apart, {span(lead.names)} ({lead.why_not()})"
     return f"{what}: {tied}{between}{behind}."
+
+
+def _followers(lead: Lead, means: Mapping[str, str]) -> str:
+    """Those behind a winner, each with its mean, the best first; and whether they are told apart."""
+    if len(lead.behind) == 1:
+        return f"{lead.behind[0]}, {means[lead.behind[0]]}"
+    followers = [f"{name} ({means[name]})" for name in lead.behind]
+    said = "" if lead.is_behind_in_order else "; intervals of some of these overlap"
+    if len({lead.places[name]: True for name in lead.behind}) == 1:
+        said = f", and these {len(followers)} are not told apart"
+    return named(followers) + said
+
+
+def runs_of(seeds: Sequence[int]) -> str:
+    """'3 runs of each, with the seeds 0, 1 and 2'; no more than a few of them are named."""
+    runs = counted(len(seeds), "run")
+    if not seeds:
+        return f"{runs} of each"
+    return f"{runs} of each, with the seed{'s' * (len(seeds) > 1)} {named(list(map(str, seeds)))}"
+
+
+def rarely_averaging(contenders: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence on those that do several steps from one exchange to the next; none where nobody does."""
+    rare = {}
+    for contender in contenders:
+        local_steps = contender.get("options", {}).get("local_steps", 1)
+        if isinstance(local_steps, int) and local_steps > 1:
+            rare[str(contender["name"])] = local_steps
+    told = ", ".join(f"{name} {steps}" for name, steps in rare.items())
+    return [f"Steps from one exchange between workers to the next, where there are several: {told}."] * bool(
+        told
+    )
 
 
 def with_every_seed(num_seeds: int) -> str:

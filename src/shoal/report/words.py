@@ -5,6 +5,7 @@ Keys stay what they are in the report, in `RESULT` lines and in the tooltips of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ _BENCHMARKS = {
     "accuracy": BenchmarkWords(
         "How well and how fast each strategy trains",
         "Worker processes on this machine trained the same model from the same start under each strategy. "
-        "Look first at the accuracy against seconds and bytes: higher and further left is better.",
+        "Look first at the accuracy over seconds, then over bytes: higher and further left is better. "
+        "± is the 95 % interval of a mean over runs; bands reach from the lowest run to the highest.",
         "accuracy of strategies",
     ),
     "collectives": BenchmarkWords(
@@ -39,7 +41,7 @@ _BENCHMARKS = {
         "Which strategy reaches the target first",
         "Every strategy had the same task, network, computers and budget. Time is virtual: computed from "
         "the network and the cost of a step, so that the speed of this machine does not matter. "
-        "Bands and ± show how far seeds differ.",
+        "± is the 95 % interval of a mean over runs; bands reach from the lowest run to the highest.",
         "strategies compared",
     ),
     "convergence": BenchmarkWords(
@@ -92,7 +94,10 @@ _BENCHMARKS = {
     ),
     "transport": BenchmarkWords(
         "How fast messages and tensors pass between two processes",
-        "Calls and large buffers went over real sockets of this machine, beside plain sockets in one run.",
+        "Calls and large buffers went over real sockets of this machine. An echo is a call whose bytes come "
+        "back; calls in flight were sent and are not answered yet; a speed in GB/s counts both directions. "
+        "Streams are TCP connections, datagrams single UDP packets, encrypted. Plain sockets, without any "
+        "protocol of ours, were measured in turns with them.",
         "messages and tensors",
     ),
     "virtual": BenchmarkWords(
@@ -103,7 +108,8 @@ _BENCHMARKS = {
 }
 _REAL_COMPARE = (
     "Every strategy had the same task, network, computers and budget. Workers are real processes behind "
-    "shaped links, so that seconds are of the clock on this machine. Bands and ± show how far runs differ."
+    "shaped links, so that seconds are of the clock on this machine. ± is the 95 % interval of a mean over "
+    "runs; bands reach from the lowest run to the highest."
 )
 _VIRTUAL_DHT = (
     "Simulated peers stored records in a distributed hash table and read them back. Time is virtual: "
@@ -125,12 +131,12 @@ METRICS: dict[str, MetricInfo] = {
     "after_fault": MetricInfo("time from a fault to the next step", "s"),
     "asked": MetricInfo("time that clients asked for", "s"),
     "backward_latency": MetricInfo("time of a backward call", "s"),
-    "bytes_sent": MetricInfo("bytes sent in all", "B"),
-    "bytes_to_target": MetricInfo("bytes sent to reach the target", "B"),
+    "bytes_sent": MetricInfo("bytes sent by all workers together", "B"),
+    "bytes_to_target": MetricInfo("bytes sent by all workers to reach the target", "B"),
     "calls_per_s": MetricInfo("calls in a second", "1/s", "higher"),
     "ceiling": MetricInfo("time to move the same bytes over plain sockets", "s"),
     "ceiling_cpu": MetricInfo("processor time to move the same bytes over plain sockets", "s"),
-    "chosen": MetricInfo("chosen for the contest (1: yes)", "", "higher"),
+    "chosen": MetricInfo("chosen for the contest", "", "higher"),
     "completed": MetricInfo("calls that were answered", "", "higher"),
     "consensus_distance": MetricInfo("how far models are apart"),
     "cores_per_worker": MetricInfo("cores of a worker", "", "higher"),
@@ -157,17 +163,17 @@ METRICS: dict[str, MetricInfo] = {
     "fraction_of_own_speed": MetricInfo("speed of a worker as a fraction of its own alone", "", "higher"),
     "fraction_of_sockets": MetricInfo("speed as a fraction of plain sockets", "", "higher"),
     "fraction_of_tls_sockets": MetricInfo("speed as a fraction of plain TLS sockets", "", "higher"),
-    "get_bytes": MetricInfo("bytes of a read", "B"),
-    "get_datagrams": MetricInfo("datagrams of a read"),
+    "get_bytes": MetricInfo("bytes for a record that is read", "B"),
+    "get_datagrams": MetricInfo("datagrams for a record that is read"),
     "get_failures": MetricInfo("reads that failed"),
     "get_hops": MetricInfo("peers asked one after another in a read"),
-    "get_latency": MetricInfo("time of a read", "s"),
-    "get_messages": MetricInfo("messages of a read"),
+    "get_latency": MetricInfo("time of a call that reads", "s"),
+    "get_messages": MetricInfo("messages for a record that is read"),
     "get_met_dead_at_most": MetricInfo("reads that met a dead peer, at most"),
     "get_round": MetricInfo("time of a round of reads", "s"),
     "get_slowest_met_dead": MetricInfo("slowest read that met a dead peer", "s"),
     "get_success": MetricInfo("share of reads that found their record", "", "higher"),
-    "get_time_per_key": MetricInfo("time of a read, many at once", "s"),
+    "get_time_per_key": MetricInfo("time for one record that is read, many in a call", "s"),
     "gpu_allocated": MetricInfo("GPU memory in use", "B"),
     "gpu_reserved": MetricInfo("GPU memory that is held", "B"),
     "gpus_per_worker": MetricInfo("GPUs of a worker", "", "higher"),
@@ -211,16 +217,16 @@ METRICS: dict[str, MetricInfo] = {
     "startup_experts": MetricInfo("time to build the experts", "s"),
     "startup_networking": MetricInfo("time to begin to listen", "s"),
     "steps_to_target": MetricInfo("steps to reach the target"),
-    "store_bytes": MetricInfo("bytes of a store", "B"),
-    "store_datagrams": MetricInfo("datagrams of a store"),
+    "store_bytes": MetricInfo("bytes for a record that is stored", "B"),
+    "store_datagrams": MetricInfo("datagrams for a record that is stored"),
     "store_failures": MetricInfo("stores that failed"),
     "store_hops": MetricInfo("peers asked one after another in a store"),
-    "store_latency": MetricInfo("time of a store", "s"),
-    "store_messages": MetricInfo("messages of a store"),
+    "store_latency": MetricInfo("time of a call that stores", "s"),
+    "store_messages": MetricInfo("messages for a record that is stored"),
     "store_replicas": MetricInfo("peers that hold a record", "", "higher"),
     "store_round": MetricInfo("time of a round of stores", "s"),
     "store_success": MetricInfo("share of stores that succeeded", "", "higher"),
-    "store_time_per_key": MetricInfo("time of a store, many at once", "s"),
+    "store_time_per_key": MetricInfo("time for one record that is stored, many in a call", "s"),
     "survival": MetricInfo("share of peers that are alive at the end", "", "higher"),
     "throughput": MetricInfo("samples in a second", "samples/s", "higher"),
     "tokens_per_s": MetricInfo("tokens in a second, all workers", "tokens/s", "higher"),
@@ -296,8 +302,42 @@ _ALONE = ("contender", "strategy", "method", "scenario", "mode", "model", "via",
 """Entries whose text says enough without the entry's name."""
 
 
-ABSENT = {"via": "streams"}
+ABSENT = {"via": "stream"}
 """What an entry is where a key lacks it and others have it."""
+VALUES = {
+    "via": {
+        "shoal": "stream",
+        "shoal-tls": "stream, TLS",
+        "sockets": "plain sockets",
+        "tls-sockets": "plain sockets, TLS",
+        "udp": "datagram",
+    }
+}
+"""What some values of entries are called for people."""
+_ABSENT_OF = {"fraction_of_tls_sockets": {"via": "stream, TLS"}}
+FACTS = frozenset(
+    {
+        "chosen", "cores_per_worker", "gpus_per_worker", "like_machine_0", "num_samples",
+        "server_processes", "simulated", "total", "touched_experts", "virtual_s", "wall",
+    }
+)  # fmt: skip
+"""Settings and counts, of which more is neither better nor worse for who reads a page."""
+
+
+def value_words(name: str, value: Scalar | None, metric: str = "") -> str:
+    """A value of a key's entry for people; of a figure without the entry, what that means."""
+    if value is None:
+        return _ABSENT_OF.get(metric, {}).get(name, ABSENT.get(name, "–"))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return VALUES.get(name, {}).get(value, text(value))
+    return f"{value:,}"
+
+
+def arrow_of(metric: str, direction: str) -> str:
+    """Which way is better, as an arrow; '' for what is no result."""
+    return "" if metric in FACTS else "↑" if direction == "higher" else "↓"
 
 
 def key_words(name: str) -> str:
@@ -315,7 +355,7 @@ def _entry(name: str, value: Scalar) -> str:
     if isinstance(value, bool):
         return f"{words}: {'yes' if value else 'no'}"
     if isinstance(value, str):
-        return text(value) if name in _ALONE else f"{words} {text(value)}"
+        return value_words(name, value) if name in _ALONE else f"{words} {text(value)}"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
     is_count = name.startswith("num_") or name in _COUNTS
     return f"{shown} {_one(words) if value == 1 else words}" if is_count else f"{words} {shown}"
@@ -324,6 +364,48 @@ def _entry(name: str, value: Scalar) -> str:
 def _one(words: str) -> str:
     """The singular of what is counted."""
     return words.removesuffix("es") if words.endswith("sses") else words.removesuffix("s")
+
+
+# --- words that a page explains ---
+
+GLOSSARY = {
+    "all-reduce": "workers average their gradients over all of them at every step, and so keep one model",
+    "batch": "the examples that a worker uses for one step, or the things that one call carries",
+    "ddp": "PyTorch's DistributedDataParallel, which averages gradients as all-reduce does",
+    "DHT": "distributed hash table: peers keep records for each other, without a central server",
+    "diloco": "workers train alone for many steps; an outer optimizer then takes the mean of their changes",
+    "dirichlet": "workers have uneven shares of each class of the data; a smaller number is more uneven",
+    "expert": "a part of a model that a server computes for others, who call it over the network",
+    "ffn": "an expert of linear layers, the feed-forward part of a transformer",
+    "gradient": "how the loss changes with each parameter: what a training step is made from",
+    "hops": "peers that are asked one after another until the answer is there",
+    "iid": "every worker's part of the data is drawn evenly from all of it",
+    "local-sgd": "workers train alone for several steps, then all average their models",
+    "lr": "learning rate: how far a training step goes along the gradient",
+    "momentum": "the share of the last steps' direction that a step keeps",
+    "neighbor": "each worker averages its model with those of a few neighbours",
+    "p95": "the value that 95 % of the measurements stay below; p50 is the median",
+    "pair": "as a strategy: a worker averages its model with the last one of another, drawn at random",
+    "parameter-server": "workers send gradients to servers, which keep the model and send it back",
+    "rank": "the number of a worker, from 0",
+    "RESULT": "the last line that a command prints, for programs that read it",
+    "seed": "the number from which all chance of a run is drawn",
+    "sma": "each worker's model is pulled towards the mean of all models",
+    "staleness-aware": "a parameter server that gives old gradients less weight",
+    "step": "one update of a worker's model from one batch",
+    "strategy": "how the workers exchange what they have learned",
+    "virtual time": "time that was computed from a model of network and computers, and did not pass",
+}
+"""What a page explains at its end, as far as it uses the word."""
+
+
+def words_used(said: str) -> dict[str, str]:
+    """Those of the glossary that a text uses, with what they mean."""
+    return {
+        word: meaning
+        for word, meaning in GLOSSARY.items()
+        if re.search(rf"(?<![\w-]){re.escape(word)}s?(?![\w-])", said, re.IGNORECASE)
+    }
 
 
 # --- units ---
@@ -338,12 +420,17 @@ SHARES = frozenset(
 )  # fmt: skip
 """Figures that people read in percent."""
 _LARGE_RATE = 1e7
+_IN_SECONDS = frozenset({"run_seconds", "seconds_to_target", "waited"})
+"""Figures that headlines and maps write in seconds, even below one."""
+_LEAST_SECONDS = 0.01
 
 
 def figure_scale(metric: str, unit: str, reference: float) -> Scale:
     """The scale in which a page shows a figure: shares in percent, rates in whole numbers."""
     if metric in SHARES and unit in {"", "1"}:
         return Scale(0.01, "%")
+    if metric in _IN_SECONDS and abs(reference) >= _LEAST_SECONDS:
+        return Scale(1.0, "s")
     if unit.endswith("/s") and unit.removesuffix("/s") not in {"B", "kB", "MB", "GB", "TB", "bytes"}:
         name = "/s" if unit == "1/s" else unit
         if abs(reference) >= _LARGE_RATE:

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.bench.accuracy import (
     ACCURACY,
     BYTES,
+    BYTES_TO_TARGET,
     DISTANCE,
     FINAL,
     NUM_TESTS,
@@ -25,11 +26,18 @@ from shoal.report.schema import with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of, t_survival
 from shoal.report.tables import Column, Table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, contest_line, title_line, with_every_seed
+from shoal.report.views import (
+    DEVIATION,
+    Items,
+    contest_line,
+    rarely_averaging,
+    runs_of,
+    title_line,
+    with_every_seed,
+)
 
 _MEANS = {FINAL: 4, WORST_FINAL: 4, TO_TARGET: 3, BYTES: 0, SPEED: 1, DISTANCE: 6}
 """Digits after the point of what the RESULT line has."""
-_TO_TARGET_BYTES = "bytes_to_target"
 _ALPHA = 0.05
 """The chance, over all tricks of a split together, to say of one that changes nothing that it does."""
 
@@ -64,7 +72,7 @@ def outcomes_of(report: Report) -> dict[str, dict[str, AccuracyOutcome]]:
     for curve in report.curves:
         if curve.metric == ACCURACY:
             outcome = outcomes[str(curve.key["split"])][str(curve.key["contender"])]
-            outcome.resolution[_TO_TARGET_BYTES] = spacing(curve, "bytes")
+            outcome.resolution[BYTES_TO_TARGET] = spacing(curve, "bytes")
             for points in curve.starts:
                 reached = where_reached(points["value"], _target(report))
                 if reached is not None and "bytes" in points:
@@ -106,6 +114,14 @@ def summarize_accuracy(report: Report) -> dict[str, Any]:
             }
             for split, named in outcomes.items()
         }
+    result[BYTES_TO_TARGET] = {
+        split: {
+            name: round(statistics.fmean(outcome.bytes_to_target))
+            for name, outcome in named.items()
+            if len(outcome.bytes_to_target) == len(report.seeds)
+        }
+        for split, named in outcomes.items()
+    }
     changes = changes_of(report)
     if changes:
         result["points_by_trick"] = {
@@ -153,7 +169,7 @@ def _race(outcomes: Mapping[str, AccuracyOutcome], report: Report) -> list[str]:
     sentences.append(contest_line("accuracy at the end", lead, lambda mean: f"{100 * mean:.1f} %"))
     sent = {name: outcome.bytes_to_target for name, outcome in reached.items() if outcome.bytes_to_target}
     if len(sent) > 1:
-        apart_bytes = {name: reached[name].resolution.get(_TO_TARGET_BYTES, 0.0) for name in sent}
+        apart_bytes = {name: reached[name].resolution.get(BYTES_TO_TARGET, 0.0) for name in sent}
         lead = lead_of(sent, "lower", MIN_SEEDS, apart_bytes)
         sentences.append(contest_line(f"bytes sent to {target}", lead, lambda mean: _bytes([mean])))
     return sentences
@@ -164,7 +180,7 @@ def _changes_seen(points: Mapping[str, list[float]], resolution: float) -> str:
     num_seeds = min(map(len, points.values()))
     if num_seeds < MIN_SEEDS:
         few = counted(num_seeds, "run")
-        return f"no trick is seen to change the final accuracy ({few} of each cannot tell, {MIN_SEEDS} may)."
+        return f"no trick is seen to change the final accuracy ({few} of each: a verdict needs {MIN_SEEDS})."
     # each difference is one of two accuracies, both of which are whole examples
     least = resolution * math.sqrt(2 / 12)
     p_values = []
@@ -183,7 +199,7 @@ def accuracy_items(report: Report) -> Items:
     """What was equal for all, a table for each split, one of the tricks, and the headline."""
     config = report.config
     items: Items = [title_line(report), ""]
-    items += [*_conditions(report), ""]
+    items += [*_conditions(report), *[DEVIATION] * (len(report.seeds) > 1), ""]
     for split, named in outcomes_of(report).items():
         items.append(_split_table(split, named, report))
     for row in report.failed:
@@ -199,14 +215,18 @@ def accuracy_items(report: Report) -> Items:
 
 def _conditions(report: Report) -> list[str]:
     config = report.config
-    num_workers, seeds = config.get("num_workers", 0), counted(len(report.seeds), "seed")
+    num_workers, runs = config.get("num_workers", 0), runs_of(report.seeds)
     what = f"{config.get('task')}, {config.get('model')}, {num_workers} workers"
-    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {seeds}"
+    every = config.get("eval_every", 0)
+    how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps; {runs}"
     lines = [
         f"{what} on {config.get('device', 'cpu')}, {how_long}.",
         f"SGD, lr {config.get('learning_rate')}, momentum {config.get('momentum')}: the same for all.",
-        "Accuracy is that of the mean of all models on examples for tests; ± is the seeds' deviation.",
+        "Accuracy is that of the mean of all models on examples for tests.",
+        f"The target is an accuracy of {_percent(_target(report))}"
+        + (f", looked at every {counted(every, 'step')}." if every else "."),
     ]
+    lines += rarely_averaging(config.get("contenders", ()))
     cores = report.environment.get("cores")
     if isinstance(cores, int) and num_workers > cores:
         lines.append(

@@ -33,7 +33,15 @@ from shoal.report.schema import label_of, with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, Lead, half_interval, lead_of
 from shoal.report.tables import Column, LatexColumn, Table, latex_table
 from shoal.report.units import counted, digits, scale_for
-from shoal.report.views import Items, contest_line, title_line, with_every_seed
+from shoal.report.views import (
+    DEVIATION,
+    Items,
+    contest_line,
+    rarely_averaging,
+    runs_of,
+    title_line,
+    with_every_seed,
+)
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.world import World
 from shoal.transport import Profile
@@ -219,7 +227,10 @@ def compare_items(report: Report) -> Items:
     """What was equal for all, the figures of each contender, the rankings, and the headline."""
     config, outcomes = _config_of(report), outcomes_of(report)
     items: Items = [title_line(report), ""]
-    items += [*conditions(config), ""]
+    items += [*conditions(config)]
+    if config.is_tuned:
+        items.append("≤ or ≥ before a rate: it was the smallest or the largest that was tried.")
+    items += [*[DEVIATION] * (len(config.seeds) > 1), ""]
     items += [_figures_table(config, outcomes), *_troubles(outcomes)]
     if any(ranking(outcomes, metric) for metric in RANKED):
         items.append(_ranking_table(config, outcomes))
@@ -235,19 +246,22 @@ def conditions(config: CompareConfig) -> list[str]:
     network = world.profile.name or ("ideal" if world.profile == Profile() else "a profile without a name")
     kind = "real processes under shaped links" if config.is_real else "virtual time"
     where = f"{world.num_workers} workers, {kind}; network between {world.between}: {network}"
+    where += _network(world.profile)
     how_long = f"each worker does {config.steps} steps of batch {config.batch_size}"
+    target = f"The target is {facts.score} {shown_target(facts, config.target)}"
     lines = [
         f"{config.task}: {facts.description}.",
         f"{where}; split {config.split}.",
         f"A step costs a worker {_cost(world)}.",
-        f"{counted(len(config.seeds), 'seed')}; {how_long}; SGD with momentum {config.momentum:g}.",
+        f"{runs_of(config.seeds)}; {how_long}; SGD with momentum {config.momentum:g}.",
         "Equal for all with one seed: first weights, division of data, batches, links, number of steps.",
+        f"{target}, looked at every {counted(config.eval_every, 'step')}.",
     ]
     rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
     if config.is_tuned:
         lines += [
-            f"Learning rate: each tried {rates} once, with a seed that is none of the contest's, and took",
-            "that which was first at the target of those that end best; ≤ and ≥: it was at the grid's end.",
+            f"Learning rate: each tried {rates} once, with another seed ({config.tuning_seed}), and took the",
+            "fastest to the target among the most accurate.",
         ]
         first = sorted(facts.learning_rates)
         if set(first) < set(config.learning_rates):
@@ -257,8 +271,43 @@ def conditions(config: CompareConfig) -> list[str]:
             )
     else:
         lines.append(f"Learning rate: {rates} for all, not tuned.")
-    lines.append("The score is that of the mean of all models; ± is the deviation over seeds.")
+    lines += rarely_averaging(msgspec.to_builtins(config.contenders))
+    lines.append("The score is that of the mean of all models.")
     return lines
+
+
+def _network(profile: Profile) -> str:
+    """What its lines and ways let through, in numbers; '' where it limits nothing that all have alike."""
+    told = []
+    for place, line in profile.places.items():
+        speeds = [
+            f"{mbit_s:g} Mbit/s {way}"
+            for way, mbit_s in (("up", line.up_mbit_s), ("down", line.down_mbit_s))
+            if mbit_s is not None
+        ]
+        if speeds:
+            told.append((f"each {place} has " if len(profile.places) > 1 else "") + " and ".join(speeds))
+    way = profile.ways.default
+    if way.delay_ms is not None:
+        delay: Any = msgspec.to_builtins(way.delay_ms)
+        told.append(f"a one-way delay of {_delay(delay)}")
+    if way.mbit_s is not None:
+        told.append(f"{way.mbit_s:g} Mbit/s between two")
+    if way.loss:
+        told.append(f"{digits(100 * way.loss, 1)} % of packets lost")
+    if profile.ways.between:
+        told.append("other values on some ways")
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _delay(delay: Any) -> str:
+    """A distribution of delays in words."""
+    if not isinstance(delay, dict):
+        return f"{delay:g} ms"
+    kind = delay.get("kind")
+    if kind in {"normal", "exponential"}:
+        return f"{delay['mean']:g} ms on average"
+    return f"{delay['floor']:g} ms or more" if kind == "pareto" else "as long as it was recorded"
 
 
 def _cost(world: World) -> str:

@@ -71,7 +71,7 @@ def dht_items(report: Report) -> Items:
 def _headline(starts: Sequence[Start], config: DhtConfig) -> list[str]:
     """What was found of what was stored, and how long it took; all starts together."""
     sentences = []
-    for what, said in (("store", "stores were taken by some peer"), ("get", "reads found their record")):
+    for what, said in (("store", "records were stored"), ("get", "reads found their record")):
         total = sum(_num_tried(start, what) for start in starts)
         done = sum(round(start[f"{what}_success"][0] * _num_tried(start, what)) for start in starts)
         sentences.append(f"{100 * done / total:.4g} % of the {said}: {done:,} of {total:,}.")
@@ -82,22 +82,31 @@ def _headline(starts: Sequence[Start], config: DhtConfig) -> list[str]:
         what: ranged([start[f"{what}_time_per_key"][0] for start in starts], "s") for what in ("get", "store")
     }
     virtual = " of virtual time" if config.profile is not None else ""
-    together = ", many in one call" if config.mode == EXPERTS else ""
-    sentences.append(f"A read took {times['get']}{virtual}, a store {times['store']}{together}.")
+    if isinstance(plan := config.plan, ExpertsPlan):
+        together = f", with {plan.expert_batch_size} experts in one call"
+        sentences.append(
+            f"To read took {times['get']}{virtual} per expert, to store {times['store']} per record"
+            f"{together}."
+        )
+    else:
+        sentences.append(f"A read took {times['get']}{virtual}, a store {times['store']}.")
     return sentences
 
 
 def _conditions(config: DhtConfig, num_starts: int) -> list[str]:
     """Who the peers are, and what they were asked for."""
-    plan, processes = config.plan, counted(config.num_ranks, "process", "processes")
+    plan, processes = config.plan, counted(config.num_processes, "process", "processes")
     if config.profile is not None:
         where = f"simulated under the network profile '{config.profile}', in virtual time"
     else:
         where = f"in {processes} of this machine, over real sockets"
+        if config.has_askers_apart:
+            where += "; those that store and read have one more"
     if isinstance(plan, ExpertsPlan):
         did = (
-            f"One peer declared {counted(plan.num_experts, 'expert')}, {plan.expert_batch_size} in a call; "
-            "another looked them all up."
+            f"One peer declared {counted(plan.num_experts, 'expert')}, {plan.expert_batch_size} in a call: a "
+            "record for each expert, and more under the beginnings of its name, by which experts are found. "
+            "Another peer looked all experts up."
         )
     else:
         did = f"Peers stored and read single keys; {plan.failure_rate:.0%} of all peers were to be killed."
@@ -105,8 +114,9 @@ def _conditions(config: DhtConfig, num_starts: int) -> list[str]:
     return [
         f"{counted(config.num_peers, 'peer')} {where}.",
         did,
-        f"A record is kept by {counted(settings.num_replicas, 'peer')}; buckets of {settings.bucket_size}.",
-        f"{counted(num_starts, 'start')}.",
+        f"A record is kept by {counted(settings.num_replicas, 'peer')}; one message may carry many records.",
+        f"A bucket of a routing table has {counted(settings.bucket_size, 'peer')}.",
+        f"{counted(num_starts, 'run')}.",
     ]
 
 

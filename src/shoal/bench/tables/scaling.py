@@ -77,7 +77,7 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
     figures = ScalingFigures(report)
     result: dict[str, Any] = {
         "headline": headline(report),
-        "conditions": [f"{_what(report.config)}; {counted(len(report.seeds), 'start')}."],
+        "conditions": [f"{_what(report.config)}; {counted(len(report.seeds), 'run')}."],
         "device": report.config.get("device", "cpu"),
         "image_size": report.config.get("image_size"),
     }

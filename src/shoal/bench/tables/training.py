@@ -86,7 +86,7 @@ def _conditions(config: Mapping[str, Any], num_starts: int) -> list[str]:
     workers = counted(config.get("num_workers", 0), "worker")
     where = f"{config.get('model')} on {config.get('device', 'cpu')}"
     lines = [
-        f"{workers} trained {where}, batch {config.get('batch_size')} each; {counted(num_starts, 'start')}.",
+        f"{workers} trained {where}, batch {config.get('batch_size')} each; {counted(num_starts, 'run')}.",
         "Strategies took turns, block by block, so that a machine that slows down slows all of them.",
     ]
     if config.get("slow_rank") is not None:

@@ -26,7 +26,8 @@ const themed = (part) => {
   if (Array.isArray(part)) return typeof part[0] === "number" && typeof part[1] !== "string" ? part : part.map(themed);
   if (part === null || typeof part !== "object") return part;
   if (part.list !== undefined) return data.lists[part.list];
-  return Object.fromEntries(Object.entries(part).map(([name, value]) => [name, VALUES.has(name) && !(value && value.list !== undefined) ? value : themed(value)]));
+  return Object.fromEntries(Object.entries(part).map(([name, value]) => [name, name === "color" && value?.list !== undefined
+    ? data.lists[value.list].map((each) => (typeof each === "string" ? ofTheme(each) : each)) : VALUES.has(name) && !(value && value.list !== undefined) ? value : themed(value)]));
 };
 
 const axis = (own) => Object.assign({
@@ -34,11 +35,11 @@ const axis = (own) => Object.assign({
   tickfont: { color: colour("--muted"), size: 11 }, automargin: true, exponentformat: "none", separatethousands: true,
 }, own, own.title ? { title: Object.assign({ font: { color: colour("--muted"), size: 11.5 } }, own.title) } : {});
 
-/* As many ticks as there is room for, each of `space` pixels. */
-const thinned = (own, length, space) => {
+/* As many ticks as there is room for, each of `space` pixels; the last is kept, or the first. */
+const thinned = (own, length, space, isFirstKept = false) => {
   if (!own.tickvals) return own;
   const every = Math.max(1, Math.ceil(own.tickvals.length * space / length));
-  const kept = (_, index) => (own.tickvals.length - 1 - index) % every === 0;
+  const kept = (_, index) => (isFirstKept ? index : own.tickvals.length - 1 - index) % every === 0;
   return Object.assign({}, own, { tickvals: own.tickvals.filter(kept), ticktext: own.ticktext?.filter(kept) });
 };
 
@@ -87,7 +88,7 @@ const drawPlot = (element, plot) => {
     }
   }
   layout.yaxis.title = Object.assign({}, layout.yaxis.title, { text: wrapped(layout.yaxis.title?.text ?? "", layout.height - 70).join("<br>") });
-  layout.xaxis = axis(thinned(layout.xaxis, width - 70, 42));
+  layout.xaxis = axis(thinned(layout.xaxis, width - 70, 42, layout.meta.kind === "histogram"));
   layout.yaxis = axis(thinned(layout.yaxis, layout.height - 60, 22));
   Plotly.react(element, traces, layout, config);
 };

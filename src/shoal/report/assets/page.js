@@ -42,7 +42,11 @@ for (const select of document.querySelectorAll("select[data-set]")) {
   choose();
   select.addEventListener("change", () => { choose(); drawSet(number); });
 }
-addEventListener("toggle", (event) => draw((element) => event.target.contains(element)), true);
+/* A table that is wider than its place says so. */
+const measure = () => {
+  for (const table of document.querySelectorAll(".scroll")) table.classList.toggle("wide", table.scrollWidth > table.clientWidth + 1);
+};
+addEventListener("toggle", (event) => { measure(); draw((element) => event.target.contains(element)); }, true);
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const button = document.getElementById("theme");
@@ -57,9 +61,10 @@ addEventListener("resize", () => {
   if (root.clientWidth === last) return;
   last = root.clientWidth;
   clearTimeout(timer);
-  timer = setTimeout(() => draw(), 120);
+  timer = setTimeout(() => { measure(); draw(); }, 120);
 });
 nameTheme();
+measure();
 /* Plotly stands in the page as gzip in base64. */
 const unpacked = async () => {
   const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (letter) => letter.charCodeAt(0));
