@@ -1,7 +1,7 @@
 """Minutes of training while workers are killed and others come: 4 of them, one of each every 20 s.
 
-Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then as many epochs in which nobody comes or goes,
-100 at most: by then nothing more is learned. Five minutes of each, all at once where there are 16 cores:
+Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then three times as many epochs in which nobody
+comes or goes, 100 at most: by then nothing more is learned. Five minutes of each, all at once where there are 16 cores:
 
     for strategy in all-reduce local-sgd neighbor; do
         SHOAL_CHURN_S=300 python -m pytest -m slow -s tests/launch/test_churn.py -k $strategy &
@@ -26,6 +26,8 @@ EVERY_S = 20.0
 NUM_WORKERS = 4
 BATCH_SIZE = 16
 MAX_EPOCHS = 100
+NUM_UNDISTURBED = 3
+"""Runs in which nobody comes or goes: one alone is off by half a point, as far as 360 images tell."""
 MAX_NEXT_S, MEDIAN_NEXT_S = 5.0, 2.0
 """The next step of all who are left is done so long after a loss, at most and in the middle."""
 pytestmark = [
@@ -85,7 +87,10 @@ def test_workers_are_killed_and_others_come(tmp_path, strategy):
         assert strategy != "all-reduce" or apart == []
         assert not [line for line in run.lines if "restart" in line]
         run.check_examples(num_examples)
-    undisturbed = learn_undisturbed(tmp_path / "undisturbed", strategy, num_epochs, num_examples)
+    undisturbed = statistics.fmean(
+        learn_undisturbed(tmp_path / f"undisturbed-{number}", strategy, num_epochs, num_examples)
+        for number in range(NUM_UNDISTURBED)
+    )
     print(
         f"{strategy}: {len(losses_s)} losses in {num_epochs} epochs, next step after "
         f"{statistics.median(nexts_s):.2f} s, at most {max(nexts_s):.2f} s; "
