@@ -1,7 +1,8 @@
 """Minutes of training while workers are killed and others come: 4 of them, one of each every 20 s.
 
 Of each strategy a minute, or `SHOAL_CHURN_S` seconds, and then three times as many epochs in which nobody
-comes or goes, 100 at most: by then nothing more is learned. Five minutes of each, all at once where there are 16 cores:
+comes or goes, 100 at most: by then nothing more is learned. Five minutes of each, all at once where there are
+16 cores:
 
     for strategy in all-reduce local-sgd neighbor; do
         SHOAL_CHURN_S=300 python -m pytest -m slow -s tests/launch/test_churn.py -k $strategy &
