@@ -50,7 +50,7 @@ def test_the_headline_says_how_fast_they_are_and_who_keeps_its_speed():
     )
     (sentence,) = headline(report(SLOW, slow_rank=1, slow_factor=10.0))
     assert sentence.startswith("While rank 1 is 10 times as slow, ")
-    few = "(one run of each cannot tell, 5 may)"
+    few = "(one run of each: a ranking needs 5)"
     assert sentence.endswith(f": 0.20 under all-reduce, 0.95 under pair {few}.")
 
 
