@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 SecretFile = Annotated[
     Path | None, flag("The swarm's secret; SHOAL_SECRET where it is not given.", metavar="FILE")
 ]
+AsPage = Annotated[bool, flag("Serve it as a web page, with /metrics for Prometheus and /status.json.")]
+PageAddress = Annotated[
+    str | None,
+    flag(
+        "With --web: where; whoever reaches it can read it. Port 0 takes a free one.",
+        metavar="HOST:PORT",
+        shown="127.0.0.1:8470",
+    ),
+]
 Insecure = Annotated[bool, flag("Listen beyond this machine without a secret.")]
 IdentityFile = Annotated[
     Path | None,

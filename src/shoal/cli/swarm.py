@@ -18,7 +18,14 @@ import msgspec
 import typer
 
 from shoal.cli.flags import with_flags
-from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
+from shoal.cli.members import (
+    AsPage,
+    IdentityFile,
+    PageAddress,
+    SecretFile,
+    member_of,
+    passing_identity,
+)
 from shoal.cli.output import ends_by_signal, say, text_stream
 from shoal.cli.top_view import MetricLines, Shot, View, serve
 from shoal.core import SYSTEM_CLOCK, Address, Deadline
@@ -67,17 +74,8 @@ def swarm(
     identity_file: IdentityFile = None,
     every_s: Annotated[float, flag("Seconds from one table to the next.", ge=0.1, metavar="S")] = 2.0,
     once: Annotated[bool, flag("Print one table, and end; with --checkpoint: save once, and end.")] = False,
-    web: Annotated[
-        bool, flag("Serve it as a web page, with /metrics for Prometheus and /status.json.")
-    ] = False,
-    listen: Annotated[
-        str | None,
-        flag(
-            "With --web: where; whoever reaches it can read it. Port 0 takes a free one.",
-            metavar="HOST:PORT",
-            shown="127.0.0.1:8470",
-        ),
-    ] = None,
+    web: AsPage = False,
+    listen: PageAddress = None,
     checkpoint: Annotated[
         Path | None,
         flag("Save the run's state in this folder, from which strategy.load goes on.", metavar="DIR"),

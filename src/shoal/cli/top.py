@@ -23,7 +23,14 @@ import typer
 
 from shoal import __version__
 from shoal.cli.flags import with_flags
-from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
+from shoal.cli.members import (
+    AsPage,
+    IdentityFile,
+    PageAddress,
+    SecretFile,
+    member_of,
+    passing_identity,
+)
 from shoal.cli.output import JsonFile, ends_by_signal, say, text_stream, write_json
 from shoal.cli.top_view import Matrix, Shot, ShotSource, View, job_metrics
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError
@@ -47,17 +54,8 @@ def top(
         ),
     ] = None,
     once: Annotated[bool, flag("Print it and end, as without a terminal.")] = False,
-    web: Annotated[
-        bool, flag("Serve it as a web page, with /metrics for Prometheus and /status.json.")
-    ] = False,
-    listen: Annotated[
-        str | None,
-        flag(
-            "With --web: where; whoever reaches it can read it. Port 0 takes a free one.",
-            metavar="HOST:PORT",
-            shown="127.0.0.1:8470",
-        ),
-    ] = None,
+    web: AsPage = False,
+    listen: PageAddress = None,
     join: Annotated[
         list[str] | None,
         flag(
