@@ -464,7 +464,8 @@ class SwarmRound:
         if value is None:
             return
         while tally.proposal is None:
-            await self.hold(value)
+            if not await self._hold_while_leading(value, ballot, began_s):
+                return
             if self.acceptor.promised > ballot or self.acceptor.is_closed:
                 return
             bound = tally.bound_value()  # a promise that came meanwhile may tell of a vote
@@ -485,6 +486,26 @@ class SwarmRound:
                 num_votes = tally.num_votes
                 self._tell()  # 'k of n accepted': followers wait on while this is said
             await self._wait_heard(_TICK_S)
+
+    async def _hold_while_leading(self, value: Commit, ballot: int, began_s: float) -> bool:
+        """Fetches the parts of a value; False where its ballot is over before they have come.
+
+        Nobody may have them any more: the others may be rounds ahead, and not ask for this ballot.
+        """
+        is_held = False
+
+        async def fetch() -> None:
+            nonlocal is_held
+            await self.hold(value)
+            is_held = True
+            self._changed.fire()
+
+        async with Scope("hold what is proposed") as scope:
+            scope.start_soon(fetch(), name="fetch its parts")
+            while not is_held and not self._is_over(ballot, began_s):
+                await self._changed.wait(_RETRY_S)
+            scope.cancel()
+        return is_held
 
     def _is_over(self, ballot: int, began_s: float) -> bool:
         """Whether this ballot is no longer worth leading; chooses the next one to follow."""
