@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from group.hosts import together
 from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.group import GroupSettings, open_host_group
 from shoal.group.functions import announce
+from shoal.group.host import engine
 from shoal.topology import Weights
 
 GPU = torch.device("meta")
@@ -200,3 +202,99 @@ def test_host_memory_that_a_gpu_may_still_write_stays_mapped_until_it_is_done():
         with gpu_workers(1) as (others, _):
             filled(others)
             assert not devices[1].registered
+
+
+def exchanged(groups, live, spare, weights=None):
+    """Issues an exchange of all with all on each of some groups; their handles."""
+    size = groups[0].size
+    return [
+        group.exchange(
+            live[group.rank],
+            weights or Weights.uniform([other for other in range(size) if other != group.rank]),
+            out=spare[group.rank],
+        )
+        for group in groups
+    ]
+
+
+def look_and_wait(group, handle):
+    group.progress()
+    handle.wait(Deadline.after(20))
+
+
+def test_who_is_one_exchange_behind_is_waited_for_by_the_gpu_alone():
+    with gpu_workers(3) as (groups, devices):
+        live, spare = filled(groups), filled(groups)
+        (handle,) = exchanged(groups[:1], live, spare)
+        assert handle.is_done()  # ordered before what its GPU does next
+        assert spare[0].tolist() == [0.0] * 8
+        (second,) = exchanged(groups[:1], spare, live)
+        assert not second.is_done()  # two ahead is too far
+        for _ in range(2):
+            exchanged(groups[1:], live, spare)
+            live, spare = spare, live
+        assert second.is_done()
+        for device in devices:
+            device.synchronize()
+        assert [memory.tolist() for memory in live] == [pytest.approx([1.0] * 8)] * 3
+
+
+@pytest.mark.parametrize("way", ["fails", "leaves"])
+def test_who_goes_before_an_exchange_that_others_have_issued_weighs_nothing_in_it(way):
+    with gpu_workers(3) as (groups, devices):
+        live, spare = filled(groups), filled(groups)
+        handles = exchanged(groups[:2], live, spare)
+        assert all(handle.is_done() for handle in handles)
+        if way == "fails":
+            groups[2].close(ConnectionAbortedError())
+        else:
+            groups[2].leave()
+        for rank in range(2):
+            devices[rank].synchronize()  # no stream waits for it any more
+            mean = (2 * rank + (1 - rank)) / 3  # the weight of who is gone goes to oneself
+            assert spare[rank].tolist() == pytest.approx([mean] * 8)
+        for handle in exchanged(groups[:2], spare, live):
+            handle.wait(Deadline.after(20))
+
+
+def test_who_is_ahead_hears_of_another_operation_a_call_later():
+    with gpu_workers(2) as (groups, _):
+        live, spare = filled(groups), filled(groups)
+        (handle,) = exchanged(groups[:1], live, spare)
+        assert handle.is_done()
+        groups[1].all_reduce(live[1])
+        with pytest.raises(UsageError, match="all_reduce"):
+            exchanged(groups[:1], spare, live)[0].wait(Deadline.after(20))
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_factors_of_one_side_alone_are_refused_whoever_comes_first(is_ahead):
+    with gpu_workers(2) as (groups, _):
+        live, spare = filled(groups), filled(groups)
+
+        def send():
+            with contextlib.suppress(UsageError):
+                groups[1].exchange(live[1], Weights(0.5, {0: 0.5}, {0: 0.25}), out=spare[1])
+
+        if not is_ahead:
+            send()
+        handles = exchanged(groups[:1], live, spare)
+        if is_ahead:
+            assert handles[0].is_done()
+            send()
+        with pytest.raises(UsageError, match=r"factor 0\.25"):
+            look_and_wait(groups[0], handles[0])
+
+
+def test_a_gpu_that_waits_long_for_one_that_is_behind_has_it_named(monkeypatch):
+    monkeypatch.setattr(engine, "_LINE_EVERY_S", 0.2)
+    with gpu_workers(2) as (groups, devices):
+        live, spare = filled(groups), filled(groups)
+        exchanged(groups[:1], live, spare)
+        heard = threading.Event()
+        monkeypatch.setattr(engine.log, "warning", lambda *_: heard.set() or said.append(_))
+        said = []
+        assert heard.wait(20)
+        assert "waiting for rank 1" in said[0][0] % said[0][1:]
+        exchanged(groups[1:], live, spare)
+        devices[0].synchronize()

@@ -74,7 +74,7 @@ def spread_over_ranks(group: Group, between: Weights | MachineWeights) -> Weight
     spread = {
         rank: factor / len(ranks[machine]) for machine, factor in factors.items() for rank in ranks[machine]
     }
-    return Weights(spread.pop(group.rank), spread)
+    return Weights(spread.pop(group.rank), spread, is_by_rule=True)
 
 
 def share(group: Group, value: Any) -> list[Any]:

@@ -25,7 +25,7 @@ class SynchronousModelAverage(ExchangeStrategy):
         others = session.others
         share = self.options.alpha / (len(others) + 1)
         own = 1 - self.options.alpha + share
-        return Weights(own, dict.fromkeys(others, share), dict.fromkeys(others, 1.0))
+        return Weights(own, dict.fromkeys(others, share), dict.fromkeys(others, 1.0), is_by_rule=True)
 
     def exchange(
         self, session: TrainingSession, live: torch.Tensor, spare: torch.Tensor

@@ -168,6 +168,7 @@ def matrix_turn(matrix: Matrix) -> Turn:
             float(matrix[i, i]),
             {j: float(matrix[i, j]) for j in sources[i]},
             dict.fromkeys(destinations[i], 1.0),
+            is_by_rule=True,
         )
         for i in range(len(matrix))
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.core.errors import UsageError
 from shoal.topology.plan import Matrix, Topology, as_square
-from shoal.topology.weights import Weights
 
 _TOLERANCE = 1e-6
 """As much as float32 matrices of some thousand ranks need."""
@@ -225,10 +225,10 @@ def lazier(topology: Topology, laziness: float) -> Topology:
     if not laziness:
         return topology
     turn = tuple(
-        Weights(
-            laziness + (1 - laziness) * weights.own,
-            {rank: (1 - laziness) * weight for rank, weight in weights.sources.items()},
-            weights.destinations,
+        replace(
+            weights,
+            own=laziness + (1 - laziness) * weights.own,
+            sources={rank: (1 - laziness) * weight for rank, weight in weights.sources.items()},
         )
         for weights in (topology.weights(rank) for rank in range(topology.size))
     )

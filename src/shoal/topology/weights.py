@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.core.errors import UsageError
@@ -25,18 +25,22 @@ class Weights:
     `sources` are i's factors for what it receives. `destinations` are its factors for what it sends, `d_i`;
     without them a worker serves whoever names it, with factor 1. With them the two sides must agree: a
     source must have its receiver among its destinations.
+
+    `is_by_rule` says that all workers take the weights of this round from one rule, in which each sends with
+    factor 1: then a worker on a GPU need not wait to hear the others' factors.
     """
 
     own: float
     sources: Mapping[int, float] = field(default_factory=lambda: _NOBODY)
     destinations: Mapping[int, float] | None = None
+    is_by_rule: bool = field(default=False, compare=False)
 
     @classmethod
     def uniform(cls, sources: Collection[int], destinations: Collection[int] | None = None) -> Weights:
         """The same weight for oneself and each source."""
         share = 1 / (len(sources) + 1)
         sends = None if destinations is None else dict.fromkeys(sorted(destinations), 1.0)
-        return cls(share, dict.fromkeys(sorted(sources), share), sends)
+        return cls(share, dict.fromkeys(sorted(sources), share), sends, is_by_rule=True)
 
     @property
     def is_difference(self) -> bool:
@@ -45,7 +49,7 @@ class Weights:
 
     def differences(self) -> Weights:
         """`Σ_j sources[j] · (x_j − x_i)`: what mixing changes, where weights sum to 1 and factors are 1."""
-        return Weights(-sum(self.sources.values()), self.sources, self.destinations)
+        return replace(self, own=-sum(self.sources.values()))
 
     def check(self, rank: int, size: int) -> None:
         """UsageError when a rank is impossible."""
@@ -63,7 +67,7 @@ class Weights:
         sends = self.destinations
         if sends is not None:
             sends = {peer: weight for peer, weight in sends.items() if peer not in gone}
-        return Weights(self.own + lost, sources, sends)
+        return replace(self, own=self.own + lost, sources=sources, destinations=sends)
 
 
 @dataclass(frozen=True, slots=True)

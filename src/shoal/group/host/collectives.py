@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from shoal.core import UsageError
+from shoal.core import ShoalError, UsageError
 from shoal.group.base import Handle, Reduction, absent_root
 from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceStream, Word
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
@@ -241,17 +241,23 @@ class HostCollectives:
                 weights = weights.without(gone)
         sources = dict(weights.sources)
         for source in sources:
-            if self._control.description(source, seq)[_HAS_FACTORS]:
-                factor = self._control.factor(source, seq, self._rank)
-                if math.isnan(factor):
-                    name = self._engine.name_of
-                    raise UsageError(
-                        f"rank {name(self._rank)} wants to receive from rank {name(source)}, which does not "
-                        "send to it.",
-                        next_step="let sources and destinations agree; a Topology's weights do.",
-                    )
-                sources[source] *= factor
+            if self._engine.has_come_to(seq, source):  # else its factor is 1 by a rule that all share
+                sources[source] *= self._factor_of(source, seq)
         return weights.own, sources
+
+    def _factor_of(self, source: int, seq: int) -> float:
+        """Reads the factor by which a source sends to this worker; UsageError when it does not send to it."""
+        if not self._control.description(source, seq)[_HAS_FACTORS]:
+            return 1.0
+        factor = self._control.factor(source, seq, self._rank)
+        if math.isnan(factor):
+            name = self._engine.name_of
+            raise UsageError(
+                f"rank {name(self._rank)} wants to receive from rank {name(source)}, which does not send to "
+                "it.",
+                next_step="let sources and destinations agree; a Topology's weights do.",
+            )
+        return factor
 
     # --- what a GPU does otherwise ---
 
@@ -446,7 +452,16 @@ class DeviceCollectives(HostCollectives):
 
         task = self._task(words, work, own, out, spans=())
         self._address(task, weights)
+        self._let_lead(task, weights)
         return task
+
+    def _let_lead(self, task: Task, weights: Weights) -> None:
+        """Lets the processor not wait for the others' where nothing has to be heard of them.
+
+        Two workers whose steps take now more, now less time would else take the longer one in each step.
+        """
+        if weights.is_by_rule:
+            task.may_lead, task.check = True, self._check_rule
 
     def _mix_given(
         self,
@@ -457,6 +472,11 @@ class DeviceCollectives(HostCollectives):
         given: Mapping[int, torch.Tensor],
     ) -> None:
         """Lets the stream mix what others give once it is there, without those that are lost until then."""
+        if weights.is_by_rule:
+            arrived = [rank for rank in weights.sources if self._engine.has_come_to(task.seq, rank)]
+            error = self._check_rule(task, arrived)
+            if error is not None:
+                raise error
         own_weight, sources = self._weigh(task.seq, weights, given)
         ranks, is_double = list(sources), own.dtype is torch.float64
         address = self._control.set_weights(task.seq, sources, is_double=is_double)
@@ -467,6 +487,22 @@ class DeviceCollectives(HostCollectives):
         queue.load(memory, address)
         parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
         queue.run(partial(mix_on_device, out, own, own_weight, parts))
+
+    def _check_rule(self, task: Task, sources: Sequence[int]) -> ShoalError | None:
+        """Makes the error for a source that sends with a factor, where weights are by a rule without any."""
+        try:
+            factors = {source: self._factor_of(source, task.seq) for source in sources}
+        except UsageError as error:
+            return error
+        for source, factor in factors.items():
+            if factor != 1.0:
+                name = self._engine.name_of
+                return UsageError(
+                    f"rank {name(source)} sends to rank {name(self._rank)} with factor {factor:g}, and that "
+                    "one takes its weights from a rule without factors (a Topology, or Weights.uniform).",
+                    next_step="on a GPU, give all workers weights of one kind.",
+                )
+        return None
 
     def _weights_on_device(
         self, device: torch.device, *, is_double: bool
@@ -532,6 +568,8 @@ class DeviceCollectives(HostCollectives):
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
         task.may_arrive = lambda task: self._engine.is_finished(self._halves_read_at[task.half])
         task.may_work = may_work
+        if weights is not None:
+            self._let_lead(task, weights)
         return task
 
     # --- order ---

@@ -7,6 +7,7 @@ calls, whenever it calls: a worker's own computing leaves no core free for anoth
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -106,6 +107,10 @@ class Task:
     """Whether it goes on without those that are lost."""
     may_precede: bool = False
     """Whether it may work when others have announced it: their GPUs say when their parts are there."""
+    may_lead: bool = False
+    """Whether it may work when others have come to the operation before, also if they are lost after that."""
+    check: Callable[[Task, Sequence[int]], ShoalError | None] | None = None
+    """Looks at what some of those that it did not wait for have said since."""
     seq: int = 0
     present: list[int] | None = None
     """Who took part, once this worker's part is done."""
@@ -154,7 +159,11 @@ class ProgressEngine:
         self._void: ShoalError | None = None
         """What leaves the result of an operation on the GPU without meaning: a loss, or a mismatch."""
         self._unchecked: deque[tuple[Task, Sequence[int]]] = deque()
-        """Operations that this worker has done when some had only announced them."""
+        """Operations that this worker has done before some had come to them."""
+        self._led_s = 0.0
+        """When the last of them was done."""
+        self._led_line_s = 0.0
+        """When a line said that they still had not."""
         self._on_device: deque[tuple[int, Sequence[int], Sequence[int]]] = deque()
         """Operations in which streams may still wait for each other: who gives, and who must finish."""
         self._guard = threading.Lock()
@@ -165,6 +174,7 @@ class ProgressEngine:
         self.on_loss: list[Callable[[int], None]] = []
         """Called in the watching thread with a rank that is lost."""
         watch.on_loss = self._free_streams
+        watch.on_beat = self._tell_of_late_ones
         self.blocker: int | None = None
         """Whom the wait under way is for, the last one that was seen to be missing."""
         is_crowded = size > (os.cpu_count() or 1)
@@ -353,6 +363,10 @@ class ProgressEngine:
         """Lists those that are gone without having left, by the verdicts."""
         return [rank for rank in self._others if self._is_lost(rank)]
 
+    def has_come_to(self, seq: int, rank: int) -> bool:
+        """Tells whether a rank has issued an operation, and said what it does in it."""
+        return self._counters[rank][ARRIVED] >= seq
+
     def left(self) -> list[int]:
         """Lists those that have left in order."""
         return [rank for rank in self._others if self.control.get(rank, LEFT) != NOT_YET]
@@ -432,6 +446,22 @@ class ProgressEngine:
         for callback in tuple(self.on_loss):
             callback(rank)
 
+    def _tell_of_late_ones(self) -> None:
+        """Says for whom this worker's GPU waits for long, in the watching thread.
+
+        The processor says nothing then: it may be inside a call that waits for the GPU.
+        """
+        now_s = time.monotonic()
+        if not self._unchecked or now_s - max(self._led_s, self._led_line_s) < _LINE_EVERY_S:
+            return
+        with contextlib.suppress(IndexError):  # the caller's thread has just looked, too
+            task, early = self._unchecked[0]
+            late = [rank for rank in early if self.control.get(rank, ARRIVED) < task.seq]
+            if late:
+                self._led_line_s = now_s
+                what = KINDS[task.words[0]]
+                log.warning("%s", self._waiting_line(what, now_s - self._led_s, None, late[0]))
+
     def _count_wait(self, waited_s: float) -> None:
         if self.blocker is not None:
             self.waited_s[self.blocker] += waited_s
@@ -477,8 +507,10 @@ class ProgressEngine:
         for rank in self._others if task.sources is None else task.sources:
             gone_after = NOT_YET if is_complete else self.control.gone_after(rank)
             if gone_after == NOT_YET:
-                if self._counters[rank][ARRIVED] < task.seq:
-                    if not task.may_precede or self._counters[rank][ANNOUNCED] < task.seq:
+                counters = self._counters[rank]
+                if counters[ARRIVED] < task.seq:
+                    may_lead = task.may_lead and counters[ARRIVED] == task.seq - 1
+                    if not (may_lead or (task.may_precede and counters[ANNOUNCED] >= task.seq)):
                         self.blocker = rank
                         return False
                     early.append(rank)
@@ -503,11 +535,12 @@ class ProgressEngine:
         task.present = present
         if early:
             self._unchecked.append((task, early))
+            self._led_s = time.monotonic()
         self.pipes.tell(FINISHED, task.seq)
         return True
 
     def _check_late(self) -> None:
-        """Compares operations with what others have issued since, where that was announced alone."""
+        """Compares operations with what others have issued since, where they were not waited for."""
         while self._unchecked:
             task, ranks = self._unchecked[0]
             arrived = [rank for rank in ranks if self.control.get(rank, ARRIVED) >= task.seq]
@@ -515,6 +548,8 @@ class ProgressEngine:
                 return
             self._unchecked.popleft()
             self._void = self._void or self._mismatch(task, arrived)
+            if self._void is None and task.check is not None:
+                self._void = task.check(task, arrived)
             if self._void is not None:
                 raise self._void
 
@@ -549,8 +584,10 @@ class ProgressEngine:
         if self._counters[self.rank][LEFT] != NOT_YET:
             raise has_left(self.name_of(self.rank))
 
-    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None) -> str:
-        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker
+    def _waiting_line(
+        self, what: str, waited_s: float, whom: Callable[[], str] | None, who: int | None = None
+    ) -> str:
+        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker if who is None else who
         outside = whom() if whom is not None else ""
         if outside:
             return f"{line}: waiting for {outside}, {waited_s:.0f} s"

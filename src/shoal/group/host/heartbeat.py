@@ -38,6 +38,8 @@ class ProcessWatch:
         self.lost: dict[int, Loss] = {}
         self.on_loss: Callable[[int], None] | None = None
         """Called with a rank once it is judged or has left, in the watching thread."""
+        self.on_beat: Callable[[], None] | None = None
+        """Called with every beat, likewise."""
         self.left_at_s: dict[int, float] = {}
         """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
@@ -131,6 +133,8 @@ class ProcessWatch:
             looked_s = now_s
 
     def _look(self, passed_s: float) -> None:
+        if self.on_beat is not None:
+            self.on_beat()
         for rank in tuple(self._present):
             if self._control.get(rank, LEFT) != NOT_YET or not self._is_process_there(rank):
                 self._ended(rank)

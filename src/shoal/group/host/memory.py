@@ -402,9 +402,10 @@ class ControlPage:
     def leave_out(self, rank: int) -> None:
         """Lets a rank that is gone weigh nothing in all exchanges to which its GPU has not given its part.
 
-        Whoever notices the loss does so for everybody, before it frees everybody's streams.
+        Whoever notices the loss does so for everybody, before it frees everybody's streams. Others may be one
+        exchange ahead of it.
         """
-        seq = self.get(rank, ARRIVED)
+        seq = self.get(rank, ARRIVED) + 1
         while seq > 0 and not self.was_done_on_device(rank, DEVICE_ARRIVED, seq):
             for numbers in self._numbers_of:
                 numbers[self._factors_at(seq) + self._size + rank] = 0.0
