@@ -89,12 +89,13 @@ class GradientAllReduce(GradientStrategy):
 
     def gradient_ready(self, session: TrainingSession, parameter: torch.Tensor) -> None:
         """Puts a gradient into its bucket; on a GPU all go at the end of backward, by few operations."""
-        if self._round is None:
+        gradients = self._round
+        if gradients is None:
             return
-        if session.device.type == "cpu":
-            self._round.ready(parameter)
-        elif not self._round.is_open:
-            self._round.begin()
+        if not gradients.is_on_device:
+            gradients.ready(parameter)
+        elif not gradients.is_open:
+            gradients.begin()
 
     def before_step(self, session: TrainingSession) -> None:
         """Refuses gradients that were not shared, or not with all."""
@@ -173,7 +174,7 @@ class GradientRound:
         """What the last round ended in."""
         self._session = session
         self._group = session.group
-        self._is_on_device = session.device.type != "cpu"
+        self.is_on_device = session.device.type != "cpu"
         self._number = 0
         self._num_started = 0
         self._buckets = [_GradientBucket(layout, session.empty) for layout in layouts]
@@ -226,7 +227,7 @@ class GradientRound:
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.views)
         at_end_of_backward(partial(self._attempt_end, self._number))
-        if self._is_on_device:
+        if self.is_on_device:
             announce(self._group, len(self._buckets) + len(self._squares))
         return True
 
@@ -323,13 +324,13 @@ class GradientRound:
 
     def _start_rest(self) -> list[nn.Parameter]:
         """Reduces what was not started, unused parameters included; gives those without any gradient."""
-        if self._is_on_device:
+        if self.is_on_device:
             self._session.finite.sharing()
         without = []
         rest = self._buckets[self._num_started :]
         for bucket in rest:
             members = self._members[bucket]
-            if self._is_on_device and bucket.fill([parameter.grad for parameter in members]):
+            if self.is_on_device and bucket.fill([parameter.grad for parameter in members]):
                 for view, parameter in zip(bucket.views, members, strict=True):
                     parameter.grad = view
                 continue

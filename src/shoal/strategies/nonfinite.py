@@ -83,6 +83,7 @@ class FiniteCheck:
         self._sampled = next(small, next(iter(session.trainable), None))
         """The parameter whose gradient is looked at alone, the first small one: a NaN of a loss, or of an
         activation behind it, comes to it."""
+        self._is_sample_large = self._sampled is not None and self._sampled.numel() > _SAMPLE_ELEMENTS
         self._last_sample: torch.Tensor | None = None
         self._looked_s = SYSTEM_CLOCK.now_s()
         self._first_received: int | None = None
@@ -128,26 +129,34 @@ class FiniteCheck:
         if self._checked == "never":
             return
         is_skipped, self._is_skipped = self._is_skipped, False
-        if not self._is_on_cpu and self._is_looked_at_later and not is_skipped and not self._session.is_void:
-            self._own = self._sample()  # the optimizer leaves gradients as they are
+        if not self._is_on_cpu:
+            self._after_step_on_device(step, is_skipped=is_skipped)
+            return
         self._session.is_left_out = False
         own, self._own = self._own, []
-        if self._is_on_cpu:
-            with torch.no_grad():
-                parameters = self._sums(self._session.trainable, is_whole=False)
-            if _are_finite([*own, *parameters]):
-                self._first_received = None
-            else:
-                self._judge([_Look(step, own, parameters)])
-            return
-        self._looks.append((step, own))
-        if len(self._looks) % _LOOK_STEPS == 0:
+        with torch.no_grad():
+            parameters = self._sums(self._session.trainable, is_whole=False)
+        if _are_finite([*own, *parameters]):
+            self._first_received = None
+        else:
+            self._judge([_Look(step, own, parameters)])
+
+    def _after_step_on_device(self, step: int, *, is_skipped: bool) -> None:
+        """Keeps what is to be looked at, and looks at what many steps have left when it is time."""
+        session, looks = self._session, self._looks
+        if self._is_looked_at_later and not is_skipped and not session.is_void:
+            looks.append((step, self._sample()))  # the optimizer leaves gradients as they are
+        else:
+            looks.append((step, self._own))
+        self._own = []
+        session.is_left_out = False
+        if len(looks) % _LOOK_STEPS == 0:
             now_s = SYSTEM_CLOCK.now_s()
-            if len(self._looks) >= _DEVICE_STEPS or now_s - self._looked_s >= _DEVICE_S:
+            if len(looks) >= _DEVICE_STEPS or now_s - self._looked_s >= _DEVICE_S:
                 self._looked_s = now_s
                 self._judge_pending()
                 # what is not finite stays so: the parameters of the last step are enough
-                self._pending = _Pending.ask(self._take_looks([_norm(self._session.trainable)]))
+                self._pending = _Pending.ask(self._take_looks([_norm(session.trainable)]))
 
     def skipped_step(self) -> None:
         """Forgets the gradients of a step that a GradScaler leaves out, since it has found an infinity."""
@@ -195,7 +204,7 @@ class FiniteCheck:
             return []
         last, self._last_sample = self._last_sample, gradient
         # one that stays from step to step is overwritten, one that is new in every step stays what it is
-        if last is None or gradient is last or gradient.numel() > _SAMPLE_ELEMENTS:
+        if last is None or gradient is last or self._is_sample_large:
             return self._sums((gradient.detach(),))
         return [gradient.detach() if gradient.requires_grad else gradient]
 
