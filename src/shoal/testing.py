@@ -431,7 +431,8 @@ def _gives_back(trial: _Trial) -> None:
 
 
 def _skips(trial: _Trial) -> None:
-    skipped, num_steps = 2 * trial.period - 1, 4 * trial.period
+    # all of the first round, too, as a GradScaler does that seeks its scale: the optimizer has no state then
+    skipped, num_steps = {*range(trial.period), 2 * trial.period - 1}, 4 * trial.period
     model, optimizer = trial.new()
     scaler = torch.amp.GradScaler(trial.device, init_scale=8.0)
     strategy = trial.make()
@@ -439,7 +440,7 @@ def _skips(trial: _Trial) -> None:
         for step in range(num_steps):
             optimizer.zero_grad()
             loss = _loss(model, trial.group.rank, step)
-            factor = torch.inf if (step, trial.group.rank) == (skipped, 0) else 1.0
+            factor = torch.inf if step in skipped and not trial.group.rank else 1.0
             scaler.scale(loss * factor).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()

@@ -1,6 +1,6 @@
 """SlowMo (Wang et al. 2020, algorithm 1), written by what docs/write-a-strategy.md says and nothing else."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from shoal.strategies import Strategy, StrategyOptions, TrainingSession
 from shoal.tensors import Flat
-from shoal.testing import check_strategy, run_workers
+from shoal.testing import StrategyCheckFailed, check_strategy, run_workers
 
 PERIOD = 3
 RATES = (0.5, 0.25)
@@ -22,9 +22,10 @@ class SlowMoOptions(StrategyOptions, frozen=True, kw_only=True):
     local_steps: Annotated[int, Meta(ge=1, description="steps from one slow update to the next")] = 12
     slow_lr: Annotated[float, Meta(gt=0, description="learning rate of the slow update")] = 1.0
     slow_momentum: Annotated[float, Meta(ge=0, lt=1, description="momentum of the slow update")] = 0.5
-    resets_optimizer: Annotated[bool, Meta(description="the optimizer forgets its momentum in a round")] = (
-        False
-    )
+    buffers: Annotated[
+        Literal["reset", "maintain", "average"],
+        Meta(description="what a round does to momentum"),
+    ] = "maintain"
 
 
 class SlowMo(Strategy):
@@ -57,8 +58,26 @@ class SlowMo(Strategy):
         for (name, slow), (_, momentum) in zip(self.slow.items(), self.momentum.items(), strict=True):
             slow.sub_(momentum, alpha=self.options.slow_lr * rates[name])
         session.parameters.copy_(self.slow)
-        if self.options.resets_optimizer:
+        if self.options.buffers == "reset":
             session.optimizer.state.clear()
+        elif self.options.buffers == "average":
+            self.average_momentum(session)
+
+    def average_momentum(self, session):
+        own = {}
+        for name, parameter in session.named_parameters.items():
+            momentum = session.optimizer.state.get(parameter, {}).get("momentum_buffer")
+            own[name] = torch.zeros_like(parameter) if momentum is None else momentum
+        for name, mean in session.average(Flat.of(own)).items():
+            own[name].copy_(mean)
+
+
+class OneWhoAsksItsOwnState(SlowMo):
+    """Leaves the average of momentum out on a worker that has none: whose first steps were all skipped."""
+
+    def average_momentum(self, session):
+        if session.optimizer.state:
+            super().average_momentum(session)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +85,17 @@ class SlowMo(Strategy):
     [
         {"slow_lr": 0.7, "slow_momentum": 0.8},
         pytest.param({"slow_momentum": 0.0, "local_steps": 3}, marks=pytest.mark.slow),
-        pytest.param({"resets_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param({"buffers": "reset"}, marks=pytest.mark.slow),
+        pytest.param({"buffers": "average"}, marks=pytest.mark.slow),
     ],
 )
 def test_it_keeps_the_promises_of_every_strategy(options):
     assert len(check_strategy(SlowMo, **options)) >= 9
+
+
+def test_a_collective_that_depends_on_the_state_of_the_optimizer_is_found():
+    with pytest.raises(StrategyCheckFailed, match="A step that is skipped on one worker stops nobody"):
+        check_strategy(OneWhoAsksItsOwnState, buffers="average")
 
 
 def train(group, num_steps):
