@@ -76,6 +76,26 @@ def test_a_users_own_process_group_and_hooks(workers, tmp_path):
     assert first[1] == second[1]
 
 
+def buffers_copied(group, arguments):
+    """The bytes that the group sends in two steps, and whether the buffers are those of rank 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = TorchDDP(group, should_broadcast_buffers=True, local_steps=arguments["local_steps"])
+    with strategy.attach(model, optimizer, stays=True):
+        before = group.stats.sent_bytes
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3) * (1 + group.rank)).square().mean().backward()
+            optimizer.step()
+        return group.stats.sent_bytes - before
+
+
+def test_buffers_are_copied_by_torch_or_by_the_session_and_not_by_both(workers):
+    assert workers.run(buffers_copied, 2, {"local_steps": 1}) == [0, 0]
+    assert any(workers.run(buffers_copied, 2, {"local_steps": 3}))
+
+
 def test_what_torch_cannot_do_is_refused():
     with pytest.raises(UsageError, match="monitor"):
         TorchDDP(SoloGroup(), monitor=True)

@@ -126,9 +126,8 @@ class TrainingSession:
         """Whether steps are noted for `shoal top` or the launcher, or checkpoints are kept."""
         self._monitors = None if strategy.shares_gradients else strategy.gradient_monitors
         self._has_buffers = any(True for _ in model.buffers())
-        self._should_copy_buffers = (
-            self._has_buffers and options.should_broadcast_buffers and strategy.shares_buffers
-        )
+        self._should_copy_buffers = False
+        """Whether buffers become those of rank 0 after each step; known once the strategy has started."""
         self._buffers: ParameterBuffers | None = None
         self._made: list[str] = []
         """The attributes that the strategy's `start` has made, which go at the end."""
@@ -380,6 +379,8 @@ class TrainingSession:
                 self._made = [name for name in vars(strategy) if name not in before]
             strategy.restore(self.model)
             self.has_started = True
+            wants_copies = self._has_buffers and strategy.options.should_broadcast_buffers
+            self._should_copy_buffers = wants_copies and strategy.shares_buffers
             if strategy.has_last_round and self.group.size > 1 and not self.stays:
                 is_on_device = self.device.type != "cpu"
                 self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
@@ -766,7 +767,7 @@ class TrainingSession:
             if every and strategy.rounds % every == 0 and not self.is_alone:
                 strategy.average_all(self)
                 self.average_buffers()
-        if self._should_copy_buffers and not self.is_alone:
+        if self._should_copy_buffers:
             copy_buffers(self.group, self.model)
         self.finite.after_step(strategy.steps - 1)
         if self._is_followed:
