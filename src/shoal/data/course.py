@@ -185,6 +185,17 @@ class Course:
         return True
 
 
+def places_of(states: Iterable[Mapping[str, Any] | None]) -> list[Any]:
+    """Tells how far loaders are, by their states: the epoch, what was taken before this leg, and in it."""
+    return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+
+
+def places_at(number: int, by_rank: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+    """Picks the place of each worker's loader of this number, of those that have one."""
+    known = {rank: places[number] for rank, places in by_rank.items() if number < len(places)}
+    return {rank: place for rank, place in known.items() if place is not None}
+
+
 def merge(
     own: Mapping[str, Any], others: Mapping[int, Sequence[Any]], size: int, lost: Collection[int] = ()
 ) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import nn
 from shoal.core.errors import CheckpointError, ShoalError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
-from shoal.data.course import merge
+from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import Group, share
@@ -61,13 +61,8 @@ class Contents:
     optimizer: Mapping[str, Any]
     common: Mapping[str, Any]
     own: Mapping[str, Any]
-
-    @property
-    def places(self) -> list[Any]:
-        """What other workers have to know of this one's loaders."""
-        return [
-            state and [state["epoch"], state["legs"], state["num_taken"]] for state in self.own["loaders"]
-        ]
+    places: list[Any]
+    """What other workers have to know of this one's loaders."""
 
 
 class RunCheckpoints:
@@ -281,7 +276,7 @@ def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: L
         "tensors": {name: tensor for name, tensor in named.items() if name not in model},
         "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
     }
-    return Contents(model, optimizer, common, own)
+    return Contents(model, optimizer, common, own, places_of(own["loaders"]))
 
 
 def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _Part:
@@ -337,8 +332,7 @@ def _seal(
     """Writes the common part, and makes a checkpoint of it and the workers' parts."""
     group, loaders = session.group, []
     for number, state in enumerate(contents.own["loaders"]):
-        places = {rank: part.places[number] for rank, part in parts.items() if number < len(part.places)}
-        places = {rank: place for rank, place in places.items() if place is not None}
+        places = places_at(number, {rank: part.places for rank, part in parts.items()})
         loaders.append(merge(state, places, group.size, list(group.lost)) if state and places else None)
     writer = CheckpointWriter(staging)
     writer.write_tensors("model", contents.model)

@@ -31,7 +31,7 @@ import torch
 from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError, UsageError
 from shoal.core.elastic import LeavingRun, Progress
 from shoal.core.status import tell_launcher
-from shoal.data.course import merge
+from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import kept_loaders
 from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import share
@@ -100,8 +100,6 @@ class ElasticTraining:
         """Are told the old and the new number of workers, when it has changed."""
         self.error: PeerLost | None = None
         """Why this worker cannot go on in the present group."""
-        self.can_share = False
-        """Whether there is somebody to share with, and nothing has failed."""
         self.has_trained = False
         """Whether the session has started in a group, and has a state."""
         self.is_whole = False
@@ -130,6 +128,11 @@ class ElasticTraining:
         self._tell_step = 0
         """After which step this worker says again how far it is."""
         self._told_epochs: list[int] = []
+
+    @property
+    def can_share(self) -> bool:
+        """Whether there is somebody to share with, and nothing has failed."""
+        return self.is_whole and self.error is None and not self._session.is_alone
 
     def begin(self, *, should_start_equal: bool) -> None:
         """Starts in the group, in the next generation if this one is over. Collective."""
@@ -176,7 +179,7 @@ class ElasticTraining:
 
     def interrupt(self, error: PeerLost) -> None:
         """Ends the present generation for this worker, because of a loss."""
-        self.error, self.can_share = self.error or error, False
+        self.error = self.error or error
 
     def step_ended(self, *, is_dropped: bool) -> None:
         """Looks, between two steps, whether the group is to become another one.
@@ -409,12 +412,11 @@ class ElasticTraining:
         loaders.add_lost(take_state(group, loaders.lost, first))
         merged: list[Mapping[str, Any] | None] = []
         for number, state in enumerate(states):
-            others = {each.old_rank: each.places[number] for each in known if number < len(each.places)}
-            others = {rank: place for rank, place in others.items() if place is not None}
+            others = places_at(number, {each.old_rank: each.places for each in known})
             if state is None or not others:
                 merged.append(None)
                 continue
-            others |= {rank: left[rank][number] for rank in left if number < len(left[rank])}
+            others |= places_at(number, left)
             nearest = min(others.values(), key=_order)
             gone = [rank for rank in range(size) if rank not in others]
             is_guessed = self._restarted is not None and not is_equal
@@ -465,9 +467,7 @@ class ElasticTraining:
         return told
 
     def _places(self) -> list[Any]:
-        """Gives how far each loader is: its epoch, what earlier generations took of that, and this one."""
-        states = self._loader_states()
-        return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+        return places_of(self._loader_states())
 
     def _loader_states(self) -> list[Any]:
         states = self._loaders.states()
@@ -567,7 +567,6 @@ class ElasticTraining:
         if self._restarted is not None:
             self._restarted.memory.discard(self._number)
         self.is_between = True
-        self.can_share = not self._session.is_alone
         if self._is_first:
             self._group.link.trains_on(self._session.strategy.steps)
             if not self._session.strategy.shares_gradients:

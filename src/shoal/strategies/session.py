@@ -621,24 +621,20 @@ class TrainingSession:
 
     def forward_ended(self) -> None:
         """Is called after a whole forward, in training with gradients."""
-        if self.elastic is None:
-            self.strategy.after_forward(self)
-        elif self.elastic.can_share:
-            was_between, self.elastic.is_between = self.elastic.is_between, False
-            try:
-                self.strategy.after_forward(self)
-            except PeerLost as error:
-                self.go_on_without(error)
-            self.elastic.is_between = was_between
+        self._while_sharing(self.strategy.after_forward)
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
+        self._while_sharing(self.strategy.gradient_ready, parameter)
+
+    def _while_sharing(self, act: Callable[..., None], *args: Any) -> None:
+        """Lets the strategy act between two steps, unless workers come and go and nobody is to share with."""
         if self.elastic is None:
-            self.strategy.gradient_ready(self, parameter)
+            act(self, *args)
         elif self.elastic.can_share:
             was_between, self.elastic.is_between = self.elastic.is_between, False
             try:
-                self.strategy.gradient_ready(self, parameter)
+                act(self, *args)
             except PeerLost as error:
                 self.go_on_without(error)
             self.elastic.is_between = was_between
