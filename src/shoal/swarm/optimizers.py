@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from shoal.core import UsageError
 
@@ -199,3 +200,36 @@ def optimizer_named(name: str, learning_rate: float | None = None) -> CommittedO
     if name not in made:
         raise UsageError(f"There is no optimizer {name!r}.", next_step=f"choose one of {', '.join(made)}.")
     return made[name]
+
+
+def committed_like(optimizer: Optimizer, number: int) -> CommittedSGD | CommittedAdam:
+    """Makes what steps the committed parameters as a group of torch's SGD, Adam or AdamW steps its own.
+
+    UsageError for other optimizers, which give other bits on other processors.
+    """
+    group = optimizer.param_groups[number]
+    kind = type(optimizer)
+    has_extras = group.get("maximize") or group.get("amsgrad") or group.get("dampening")
+    if kind is torch.optim.SGD and not has_extras:
+        return CommittedSGD(
+            float(group["lr"]),
+            float(group["momentum"]),
+            float(group["weight_decay"]),
+            bool(group["nesterov"]),
+        )
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and not has_extras:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return CommittedAdam(
+            learning_rate=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            epsilon=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            is_decoupled=kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
+        )
+    raise UsageError(
+        f"Members of a swarm cannot all make the same step of {kind.__name__} with these settings.",
+        cause="with target_samples the step is Shoal's own, equal to the bit on all processors: SGD (without "
+        "dampening and maximize), Adam and AdamW (without amsgrad and maximize).",
+        next_step="take one of these, or local_steps=… in place of target_samples, with any optimizer.",
+    )
