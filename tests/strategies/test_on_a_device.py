@@ -18,7 +18,7 @@ class Elsewhere(Mirror):
 
 @pytest.fixture(autouse=True)
 def pretended_device(monkeypatch):
-    monkeypatch.setattr(session, "_device_of", lambda *_, **__: torch.device("meta"))
+    monkeypatch.setattr(session, "device_of", lambda *_, **__: torch.device("meta"))
 
 
 class Heads(nn.Module):

@@ -74,11 +74,11 @@ def only_one_is_attached(group, arguments):
     model, first, second = halves()
     strategy = make_strategy(group, arguments["strategy"], **arguments["options"])
     told = LogLines()
-    logging.getLogger("shoal.strategies.session").addHandler(told)
+    logging.getLogger("shoal.strategies.start").addHandler(told)
     with strategy.attach(model, first, stays=True):
         for goal in goals:
             step(model, goal[group.rank], first, second)
-    logging.getLogger("shoal.strategies.session").removeHandler(told)
+    logging.getLogger("shoal.strategies.start").removeHandler(told)
     x = torch.zeros_like(goals[0])
     for goal in goals:
         gradient = x - goal

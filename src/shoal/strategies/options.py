@@ -75,6 +75,19 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="batch size of one worker; with it the noise scale counts in examples"),
     ] = None
 
+    def rate_factor(self, step: int) -> float:
+        """Computes what step number `step` (from 0) multiplies the user's learning rate by.
+
+        Warm-up rises linearly from `warmup_factor` at step 0 to 1 at step `warmup_steps`; decay multiplies by
+        `decay_factor` after every `decay_every` steps. A user's scheduler goes on beside it.
+        """
+        factor = 1.0
+        if step < self.warmup_steps:
+            factor = self.warmup_factor + (1 - self.warmup_factor) * step / self.warmup_steps
+        if self.decay_every:
+            factor *= self.decay_factor ** (step // self.decay_every)
+        return factor
+
 
 WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
 """Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""

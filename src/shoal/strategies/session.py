@@ -15,17 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import msgspec
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.core.errors import PeerLost, ShoalError, UsageError
 from shoal.core.status import tell_launcher
-from shoal.group import Group, Handle, Window, next_number, share
+from shoal.group import Group, Handle, Window, next_number
 from shoal.group.elastic import elastic_of
 from shoal.group.functions import others
 from shoal.group.opening import has_failed
@@ -39,11 +36,17 @@ from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.nonfinite import FiniteCheck
 from shoal.strategies.registry import has_own_channel
 from shoal.strategies.start import (
+    device_of,
+    named_tensors,
+    note_attached,
     refuse_foreign,
     refuse_sharded,
     require_equal,
+    require_equal_layouts,
     require_same_count,
+    shared_of,
     start_optimizers,
+    warn_of_unshared,
 )
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
@@ -89,21 +92,21 @@ class TrainingSession:
         """Whether the optimizer is called, and finds no gradients, since some are not finite."""
         self.is_alone = strategy.is_alone
         """Whether there is nothing to share: the group is one of one, and the strategy does nothing there."""
-        self.named_tensors = _named_tensors(model, optimizer)
+        self.named_tensors = named_tensors(model, optimizer)
         trainable = {
             name: tensor
             for name, tensor in self.named_tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
         known = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        taken = _shared_of(model, by_gradients=True)
+        taken = shared_of(model, by_gradients=True)
         self.named_parameters = {
             name: tensor
             for name, tensor in trainable.items()
             if (id(tensor) not in taken if strategy.shares_gradients else id(tensor) in known)
         }
         self.trainable = list(self.named_parameters.values())
-        self.device = _device_of(self.trainable)
+        self.device = device_of(self.trainable)
         self.is_sharded = any(map(is_sharded, self.named_tensors.values()))
         """Whether the workers of a machine hold one model together: parameters are DTensors, whose
         `local_part` is this worker's, and the group's members are those that hold the same parts."""
@@ -202,7 +205,7 @@ class TrainingSession:
                 "the parameters are held already.",
                 next_step="call hold_parameters() once, in start(), before the first use of parameters.",
             )
-        _require_equal_layouts(self.group, BucketLayout.plan(self.trainable, max_bytes=sys.maxsize))
+        require_equal_layouts(self.group, BucketLayout.plan(self.trainable, max_bytes=sys.maxsize))
         allocate = self.empty if num_buffers > 1 else None
         self._buffers = ParameterBuffers(self.named_parameters, allocate, num_buffers=num_buffers)
         return self._buffers
@@ -252,7 +255,7 @@ class TrainingSession:
     @property
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each parameter in the step under way, with warm-up and decay."""
-        factor = rate_factor(self.strategy.options, self.steps) / self.strategy.rate_divisor
+        factor = self.strategy.options.rate_factor(self.steps) / self.strategy.rate_divisor
         groups = zip(self.optimizer.param_groups, self._hooks.user_rates, strict=True)
         rates = {id(tensor): float(rate) for group, rate in groups for tensor in group["params"]}
         return {name: factor * rates.get(id(tensor), 0.0) for name, tensor in self.named_parameters.items()}
@@ -385,7 +388,7 @@ class TrainingSession:
                 is_on_device = self.device.type != "cpu"
                 self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
                 self.close_later(self._counter.close)
-            _attached.setdefault(self.model, []).append(ref(self))
+            note_attached(self)
         self.group.should_survive = all(survivals_of(self.group))
         self._hooks.listen()
         if self.group.size > 1 or self.elastic is not None or strategy.checkpoints.folder is not None:
@@ -659,7 +662,7 @@ class TrainingSession:
         if not self.is_alone:
             if self._not_shared is not None:
                 self.refuse_foreign()  # it may have come after attach
-                self._warn_of_unshared(self._not_shared)
+                warn_of_unshared(self, self._not_shared)
                 self._not_shared = None
             for _ in range(num_missed):
                 self.step_skipped()
@@ -680,7 +683,7 @@ class TrainingSession:
             except PeerLost as error:
                 self.go_on_without(error)
                 self.finite.hide_gradients()
-        factor = rate_factor(strategy.options, strategy.steps) if self._has_own_rates else 1.0
+        factor = strategy.options.rate_factor(strategy.steps) if self._has_own_rates else 1.0
         return factor / strategy.rate_divisor if self._divides_rates else factor
 
     def step_ended(self) -> None:
@@ -775,34 +778,6 @@ class TrainingSession:
         if not self.is_alone:
             refuse_foreign(self.model, self.group)
 
-    def _warn_of_unshared(self, named: Mapping[str, nn.Parameter]) -> None:
-        """At the first step: names those that have gradients, and are shared by no strategy on this model."""
-        shared = _shared_of(self.model)
-        names = [name for name, each in named.items() if each.grad is not None and id(each) not in shared]
-        if names:
-            log.warning(
-                "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
-                "and are not shared. Where a second optimizer trains them, attach a strategy of its own to "
-                "it, before the first step: `shoal.from_args(group).attach(model, second_optimizer)`.",
-                self.strategy.name,
-                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-                "are" if len(names) > 1 else "is",
-            )
-
-
-def rate_factor(options: StrategyOptions, step: int) -> float:
-    """Computes what step number `step` (from 0) multiplies the user's learning rate by.
-
-    Warm-up rises linearly from `warmup_factor` at step 0 to 1 at step `warmup_steps`; decay multiplies by
-    `decay_factor` after every `decay_every` steps. A user's scheduler goes on beside it.
-    """
-    factor = 1.0
-    if step < options.warmup_steps:
-        factor = options.warmup_factor + (1 - options.warmup_factor) * step / options.warmup_steps
-    if options.decay_every:
-        factor *= options.decay_factor ** (step // options.decay_every)
-    return factor
-
 
 # Several strategies may be attached in one group: a GAN has two models, two optimizers, two strategies. The
 # group is left when the last of them is detached, and goes on without lost peers when all of them do.
@@ -817,58 +792,3 @@ def survivals_of(group: Group) -> list[bool]:
 def still_there(group: Group) -> Group:
     """Gives the group; for one worker alone also after it has left, since nobody is there to miss it."""
     return SoloGroup() if group.size == 1 else group
-
-
-_attached: WeakKeyDictionary[nn.Module, list[ReferenceType[TrainingSession]]] = WeakKeyDictionary()
-"""What was attached to a model, to see which of its parameters are shared."""
-
-
-def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> set[int]:
-    """The parameters of a model that are shared by strategies, or by those alone that share gradients."""
-    return {
-        id(tensor)
-        for each in [known() for known in _attached.get(model, ())]
-        if each is not None and each.is_open and (each.strategy.shares_gradients or not by_gradients)
-        for tensor in each.trainable
-    }
-
-
-def _named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    seen = {id(tensor) for tensor in named.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, tensor in enumerate(group["params"]):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[f"optimizer.{number}.{position}"] = tensor
-    named.update(model.named_buffers())
-    for name, tensor in named.items():
-        if is_lazy(tensor):
-            raise UsageError(
-                f"{name} has no shape yet: its module is a lazy one.",
-                next_step="run one forward before attach.",
-            )
-    return named
-
-
-def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
-    """The one that all trainable parameters are on."""
-    devices = {parameter.device: None for parameter in parameters}
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model is on several devices: {', '.join(map(str, devices))}.",
-            next_step="put it on one before attach.",
-        )
-    return next(iter(devices), torch.device("cpu"))
-
-
-def _require_equal_layouts(group: Group, layouts: list[BucketLayout]) -> None:
-    """Equal shapes may still lie in another order (channels_last on one worker only)."""
-    mine = msgspec.msgpack.encode(layouts)
-    for rank, theirs in zip(group.members, share(group, mine), strict=True):
-        if theirs != mine:
-            raise UsageError(
-                f"the parameters of rank {rank} lie otherwise in memory than those of rank {group.rank}.",
-                cause="another memory format (channels_last), another order, or other frozen parameters.",
-                next_step="build the model in the same way on all workers, its memory format included.",
-            )

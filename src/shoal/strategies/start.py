@@ -21,18 +21,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
 from shoal.group.states import take_state
-from shoal.tensors import is_sharded
+from shoal.tensors import BucketLayout, is_sharded
 from shoal.tensors.checkpoint import is_scalar, scalar
 
 if TYPE_CHECKING:
@@ -47,6 +49,36 @@ _NEXT_STEP = """start without torchrun's variables, and attach the model without
     shoal run --env shoal -np {size} train.py
     strategy.attach(model, optimizer)
   or leave attach() and shoal.shard() out, and let the other share it."""
+
+
+def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Names all that must be equal at the start: parameters, each once, the optimizer's own, and buffers."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    seen = {id(tensor) for tensor in named.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, tensor in enumerate(group["params"]):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[f"optimizer.{number}.{position}"] = tensor
+    named.update(model.named_buffers())
+    for name, tensor in named.items():
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no shape yet: its module is a lazy one.",
+                next_step="run one forward before attach.",
+            )
+    return named
+
+
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """The one that all trainable parameters are on."""
+    devices = {parameter.device: None for parameter in parameters}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model is on several devices: {', '.join(map(str, devices))}.",
+            next_step="put it on one before attach.",
+        )
+    return next(iter(devices), torch.device("cpu"))
 
 
 def refuse_foreign(model: nn.Module, group: Group) -> None:
@@ -102,6 +134,40 @@ def _refusal(what: str, group: Group) -> UsageError:
         cause="the two would average the same gradients, and hide from each other what they did.",
         next_step=_NEXT_STEP.format(size=group.size),
     )
+
+
+_attached: WeakKeyDictionary[nn.Module, WeakSet[TrainingSession]] = WeakKeyDictionary()
+"""What was attached to a model, to see which of its parameters are shared."""
+
+
+def note_attached(session: TrainingSession) -> None:
+    """Takes note that a session shares parameters of its model, as long as it is open."""
+    _attached.setdefault(session.model, WeakSet()).add(session)
+
+
+def shared_of(model: nn.Module, *, by_gradients: bool = False) -> set[int]:
+    """Gives the ids of a model's parameters that strategies share, or those alone that share gradients."""
+    return {
+        id(tensor)
+        for each in _attached.get(model, ())
+        if each.is_open and (each.strategy.shares_gradients or not by_gradients)
+        for tensor in each.trainable
+    }
+
+
+def warn_of_unshared(session: TrainingSession, named: Mapping[str, nn.Parameter]) -> None:
+    """At the first step: names those that have gradients, and are shared by no strategy on this model."""
+    shared = shared_of(session.model)
+    names = [name for name, each in named.items() if each.grad is not None and id(each) not in shared]
+    if names:
+        log.warning(
+            "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
+            "and are not shared. Where a second optimizer trains them, attach a strategy of its own to "
+            "it, before the first step: `shoal.from_args(group).attach(model, second_optimizer)`.",
+            session.strategy.name,
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            "are" if len(names) > 1 else "is",
+        )
 
 
 def refuse_sharded(session: TrainingSession) -> None:
@@ -167,6 +233,18 @@ def require_same_count(group: Group, strategy: Strategy) -> None:
                 f"{ranks[0]} {first_steps} and {first_rounds}.",
                 cause="a state of the strategy was loaded on some workers only, or is of another time.",
                 next_step="load the state of one checkpoint on all workers.",
+            )
+
+
+def require_equal_layouts(group: Group, layouts: list[BucketLayout]) -> None:
+    """UsageError when parameters of equal shapes lie in another order (channels_last on one worker only)."""
+    mine = msgspec.msgpack.encode(layouts)
+    for rank, theirs in zip(group.members, share(group, mine), strict=True):
+        if theirs != mine:
+            raise UsageError(
+                f"the parameters of rank {rank} lie otherwise in memory than those of rank {group.rank}.",
+                cause="another memory format (channels_last), another order, or other frozen parameters.",
+                next_step="build the model in the same way on all workers, its memory format included.",
             )
 
 

@@ -26,7 +26,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from shoal.dht import Swarm, connect
 from shoal.group import Group, share
 from shoal.strategies.hooks import Hook
 from shoal.strategies.options import SwarmOptions, signature_of
-from shoal.strategies.session import TrainingSession, rate_factor
+from shoal.strategies.session import TrainingSession
 from shoal.strategies.status import StatusReporter
 from shoal.strategies.strategy import Strategy
 from shoal.swarm import (
@@ -140,7 +139,7 @@ class SwarmTraining(Strategy):
                 next_step="train the whole model in each process.",
             )
         self._vector = SharedVector(session.named_parameters, session.named_tensors, session.device)
-        self._rates = RoundRates(session.optimizer, self._make_scheduler, partial(rate_factor, options))
+        self._rates = RoundRates(session.optimizer, self._make_scheduler, options.rate_factor)
         self._read = self._vector.empty()
         own = self._vector.read(self._vector.empty())
         optimizer, words = self._committed_optimizer(session)

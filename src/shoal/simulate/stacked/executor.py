@@ -37,7 +37,6 @@ from shoal.simulate.world import World
 from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.options import read_options
 from shoal.strategies.registry import canonical, find
-from shoal.strategies.session import rate_factor
 
 _MOST_STARTED = 127
 """What workers say of themselves at the start is equally long up to this rank. In a larger world, which the
@@ -153,7 +152,7 @@ class StackedRun:
         rule.after_forward()
         gradients = self.model.gradients([next(batches) for batches in self._batches])
         gradients = rule.before_step(rule.after_backward(gradients))
-        self._optimizer.step(self.model, gradients, rate_factor(options, step - 1))
+        self._optimizer.step(self.model, gradients, options.rate_factor(step - 1))
         rule.after_step()
         if rule.is_round:
             rule.rounds += 1

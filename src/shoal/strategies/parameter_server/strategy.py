@@ -29,7 +29,7 @@ from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptio
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
 from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
-from shoal.strategies.session import TrainingSession, rate_factor
+from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.start import require_equal
 from shoal.strategies.strategy import Strategy
@@ -228,7 +228,7 @@ class ParameterServer(Strategy):
         gradients = self._summed(session)
         if not session.is_round:
             return
-        self._connected.push(gradients, rate_factor(self.options, self.steps))
+        self._connected.push(gradients, self.options.rate_factor(self.steps))
         if self._is_pulling:
             session.finite.hide_gradients()
 
