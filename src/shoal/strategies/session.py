@@ -766,7 +766,7 @@ class TrainingSession:
             if every and strategy.rounds % every == 0 and not self.is_alone:
                 strategy.average_all(self)
                 self.average_buffers()
-        if self._should_copy_buffers:
+        if self._should_copy_buffers and not self.is_alone:
             copy_buffers(self.group, self.model)
         self.finite.after_step(strategy.steps - 1)
         if self._is_followed:
