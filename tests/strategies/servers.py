@@ -37,7 +37,7 @@ def placed(placement, monkeypatch):
     def device_of(parameters, *_, **__):
         return torch.device("meta" if any(hasattr(each, "pretends") for each in parameters) else "cpu")
 
-    monkeypatch.setattr(session, "_device_of", device_of)
+    monkeypatch.setattr(session, "device_of", device_of)
     _pretending[:] = PLACEMENTS[placement]
     try:
         yield

@@ -19,7 +19,7 @@ HERE = str(Path(shoal.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def pretended_device(monkeypatch):
-    monkeypatch.setattr(session, "_device_of", lambda *_, **__: torch.device("meta"))
+    monkeypatch.setattr(session, "device_of", lambda *_, **__: torch.device("meta"))
 
 
 def fewest_calls(group, name, num_layers=1, **options):

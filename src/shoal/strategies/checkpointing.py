@@ -16,7 +16,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,11 +54,9 @@ Loaders = Sequence[ShardedLoader[Any]]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What one worker knows of a checkpoint; `model`, `optimizer` and `common` count on one worker alone."""
+class _Contents:
+    """What one worker knows of a checkpoint; `common` counts on the one alone that writes it."""
 
-    model: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, Any]
     common: Mapping[str, Any]
     own: Mapping[str, Any]
     places: list[Any]
@@ -161,17 +159,15 @@ class RunCheckpoints:
         strategy = session.strategy
         strategy.status_reporter.doing("saves", is_rare=True)
         strategy.before_saving(session)
-        model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
-        contents = replace(
-            _own_contents(session, strategy.state_dict(), loaders), model=model, optimizer=optimizer
-        )
+        model = strategy.common_model(session)
+        contents = _own_contents(session, strategy.state_dict(), loaders)
         group, step = still_there(session.group), session.steps
         first, fail = group.members[0], functools.partial(_failed, folder)
         name = on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
         staging = folder / name
 
         def seal() -> str:
-            return _seal(session, staging, contents, parts, step, num_kept).name
+            return _seal(session, staging, contents, model, parts, step=step, num_kept=num_kept).name
 
         try:
             said = agree(group, lambda: _write_part(group, staging, contents, step), fail)
@@ -220,10 +216,10 @@ class RunCheckpoints:
             parts = _leave_part(group, kept, contents, session.steps)
             if not parts:
                 return None
-            if kept.is_common and strategy.has_own_replica:
-                contents = replace(contents, model=_mean_of_parts(session, kept.staging, list(parts)))
+            is_mean = kept.is_common and strategy.has_own_replica
+            model = _mean_of_parts(session, kept.staging, list(parts)) if is_mean else None
             step = max(part.step for part in parts.values())
-            return _seal(session, kept.staging, strategy.completed(contents), parts, step, NUM_KEPT)
+            return _seal(session, kept.staging, contents, model, parts, step=step, num_kept=NUM_KEPT)
         except (OSError, ShoalError, msgspec.MsgspecError) as error:
             raise _failed(folder, error.what if isinstance(error, ShoalError) else str(error)) from error
 
@@ -253,13 +249,12 @@ def _part_name(rank: int) -> str:
     return f"workers/rank-{rank}"
 
 
-def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: Loaders | None) -> Contents:
+def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: Loaders | None) -> _Contents:
     """What this worker alone would write; `state` is the strategy's."""
     kept = kept_loaders(session.group) if loaders is None else KeptLoaders()
     for loader in loaders or ():
         kept.add(loader.course)
     named, has_replica = session.named_tensors, session.strategy.has_own_replica
-    model, optimizer = own_model(session.model), session.optimizer.state_dict()
     own: dict[str, Any] = {"strategy": state, "random": states_of_process()}
     own |= {"loaders": kept.states(), "tensors": {}}
     if session.group.size > 1:
@@ -269,17 +264,18 @@ def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: L
             if has_replica or not isinstance(tensor, nn.Parameter)
         }
         if has_replica:
-            own["optimizer"] = optimizer
-    extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
+            own["optimizer"] = session.optimizer.state_dict()
+    model = session.model.state_dict()
     common = {
         "strategy": state,
         "tensors": {name: tensor for name, tensor in named.items() if name not in model},
-        "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
+        # what modules keep beside tensors (`get_extra_state`)
+        "model": {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)},
     }
-    return Contents(model, optimizer, common, own, places_of(own["loaders"]))
+    return _Contents(common, own, places_of(own["loaders"]))
 
 
-def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _Part:
+def _write_part(group: Group, staging: Path, contents: _Contents, step: int) -> _Part:
     writer = CheckpointWriter(staging)
     if staging.is_dir():
         writer.write_state(_part_name(group.rank), contents.own)
@@ -289,7 +285,7 @@ def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _
     return _Part(step, contents.places, writer.files)
 
 
-def _leave_part(group: Group, kept: _KeptFolder, contents: Contents, step: int) -> dict[int, _Part]:
+def _leave_part(group: Group, kept: _KeptFolder, contents: _Contents, step: int) -> dict[int, _Part]:
     """Leaves this worker's part for the last to end; the parts of all, by rank, if that is this one."""
     ranks = [rank for rank in range(group.size) if rank not in group.lost]
     if not kept.is_common and group.rank != ranks[0]:
@@ -324,19 +320,22 @@ def _mean_of_parts(session: TrainingSession, staging: Path, ranks: Sequence[int]
 def _seal(
     session: TrainingSession,
     staging: Path,
-    contents: Contents,
+    contents: _Contents,
+    model: Mapping[str, torch.Tensor] | None,
     parts: Mapping[int, _Part],
+    *,
     step: int,
     num_kept: int,
 ) -> Path:
-    """Writes the common part, and makes a checkpoint of it and the workers' parts."""
+    """Writes the common part, by default with this worker's model, and makes a checkpoint of all parts."""
     group, loaders = session.group, []
+    optimizer = session.strategy.common_optimizer(session)  # first: servers give their parameters with it
     for number, state in enumerate(contents.own["loaders"]):
         places = places_at(number, {rank: part.places for rank, part in parts.items()})
         loaders.append(merge(state, places, group.size, list(group.lost)) if state and places else None)
     writer = CheckpointWriter(staging)
-    writer.write_tensors("model", contents.model)
-    writer.write_state("optimizer", contents.optimizer)
+    writer.write_tensors("model", own_model(session.model) if model is None else model)
+    writer.write_state("optimizer", optimizer)
     writer.write_state("strategy", {**contents.common, "loaders": loaders})
     files = {name: note for part in parts.values() for name, note in part.files.items()}
     return writer.seal(session.strategy.name, step, num_workers=group.size, files=files, num_kept=num_kept)

@@ -25,7 +25,7 @@ from shoal.group import Group
 from shoal.group.replicas import ShardReplicas
 from shoal.group.solo import SoloGroup
 from shoal.strategies.averaging import common_model, consensus_distance
-from shoal.strategies.checkpointing import Contents, RunCheckpoints
+from shoal.strategies.checkpointing import RunCheckpoints
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.registry import warn_of_ignored_flags
@@ -411,16 +411,12 @@ class Strategy:
         return common_model(still_there(self.group), session.model, are_equal=not self.has_own_replica)
 
     def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
-        """Gives a `state_dict` of the optimizer from which all can go on; the first member's is written."""
+        """Gives a `state_dict` of the optimizer from which all can go on; on that alone which writes it."""
         return session.optimizer.state_dict()
 
     def state_at_end(self) -> dict[str, Any]:
         """Gives the state that is kept where workers leave one by one, and nothing can come to rest."""
         return self.state_dict()
-
-    def completed(self, contents: Contents) -> Contents:
-        """Adds to the checkpoint of the end, on the worker that writes it, what only servers have."""
-        return contents
 
     def start_at(self, step: int) -> None:
         """Counts on from a checkpoint of another strategy."""

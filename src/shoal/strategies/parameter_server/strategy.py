@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from shoal.core.errors import PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, share
 from shoal.group.elastic import ElasticGroup, elastic_of
-from shoal.group.states import on_first, take_state, take_values
-from shoal.strategies.averaging import own_model
-from shoal.strategies.checkpointing import Contents
+from shoal.group.states import take_state, take_values
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
@@ -288,25 +285,14 @@ class ParameterServer(Strategy):
         self._meet()
 
     def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
-        """What the servers' optimizers keep, on the worker that writes it."""
-        taken: dict[str, Any] = {}
-        if self._client is not None:
-            client = self._client
-            on_first(self.group, self.group.members[0], lambda: taken.update(client.take_optimizer()))
-        return taken or super().common_optimizer(session)
+        """Gives what the servers' optimizers keep, and takes the parameters as the servers have them."""
+        return super().common_optimizer(session) if self._client is None else self._client.take_optimizer()
 
     def state_at_end(self) -> dict[str, Any]:
         """Waits for this worker's pushes, so that the last worker finds all of them on the servers."""
         if self._client is not None:
             self._client.wait_for_all()
         return super().state_at_end()
-
-    def completed(self, contents: Contents) -> Contents:
-        """Adds what the servers have."""
-        if self._client is None:
-            return contents
-        optimizer = self._client.take_optimizer()
-        return replace(contents, model=own_model(self.session.model), optimizer=optimizer)
 
     # --- the end ---
 
