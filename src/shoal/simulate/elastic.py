@@ -22,7 +22,7 @@ from shoal.group.base import Group, Loss
 from shoal.group.conditions import check_script
 from shoal.group.elastic import CoordinatorLink, ElasticGroup
 from shoal.group.opening import WithServers
-from shoal.group.simulated import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetwork
+from shoal.simulate.group import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.world import World
 from shoal.transport import Conditions

@@ -25,7 +25,7 @@ from shoal.group.elastic import elastic_of
 from shoal.group.observed import Metered
 from shoal.group.opening import WithServers
 from shoal.group.operations import ClockSleeper
-from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
+from shoal.simulate.group import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.job import ModelSnapshot, WorkerLog

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shoal.core import Address
 from shoal.group.operations import ring_bytes
-from shoal.group.simulated import CallAt, Links, Over, RingAllReduce
+from shoal.simulate.group import CallAt, Links, Over, RingAllReduce
 from shoal.simulate.stacked.model import Edges
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions, Profile

@@ -14,20 +14,37 @@ share memory with each other are no faster for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 
-from shoal.core import Address, UsageError
-from shoal.core.turns import Turns
+from shoal.core import Address, Deadline, DeadlineExceeded, ShoalError, UsageError
+from shoal.core.turns import Turn, Turns
 from shoal.group import operations
-from shoal.group.base import Handle, Loss, Reduction, check_rank, rank_to_blame
-from shoal.group.kernels import check_reduction, mix_into, reduce_into
-from shoal.group.operations import OperationPlan
-from shoal.group.solo import LocalGroup, LocalNetwork, PendingOperation
+from shoal.group.base import (
+    Done,
+    GroupStats,
+    Handle,
+    Loss,
+    Reduction,
+    Snapshot,
+    Window,
+    WindowForm,
+    Write,
+    check_rank,
+    rank_to_blame,
+)
+from shoal.group.functions import others, share
+from shoal.group.kernels import CopiedSnapshot, check_reduction, copy_out, mix_into, reduce_into
+from shoal.group.operations import OperationPlan, TrafficCounter
+from shoal.group.solo import LocalGroup, LocalWindow
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions
 from shoal.transport.network.pipes import Link, Passage
@@ -46,14 +63,29 @@ _NOTHING = torch.empty(0)
 class SimulatedGroup(LocalGroup):
     """One member's side; for the thread alone that the network's turns run for it."""
 
-    _network: SimulatedNetwork
-
     def __init__(
         self, network: SimulatedNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
     ) -> None:
-        super().__init__(network, rank, machines, patience)
+        super().__init__(rank, machines, patience)
+        self._network = network
+        self._counter = TrafficCounter(rank, self.size)
         self._num_issued = 0
         self._under_way: list[tuple[torch.Tensor, PendingOperation[Any]]] = []
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that are there at this moment."""
+        return () if self._has_left else tuple(self._network.present)
+
+    @property
+    def lost(self) -> Mapping[int, Loss]:
+        """The peers that were lost until this moment."""
+        return MappingProxyType(self._network.lost)
+
+    @property
+    def stats(self) -> GroupStats:
+        """Bytes by the formulas of `Metered`; a peer is waited for until it has issued its part."""
+        return self._counter.stats(tuple(self._network.waited_s[self.rank]))
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Goes round a ring of the members, which each of them begins when it comes."""
@@ -141,9 +173,26 @@ class SimulatedGroup(LocalGroup):
         sent = _Message(_copy(tensor), chosen.destinations)
         return self._send(plan, f"exchange of {_shape(tensor)}", sent, take, sorted(chosen.sources))
 
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
+        """Makes a window; all have theirs when it returns, unless it has no slots."""
+        self._check_member()
+        for rank in sources or ():
+            check_rank(rank, self.size)
+        window = SimulatedWindow(self, form, others(self) if sources is None else sources)
+        if self.size > 1 and sources != ():  # an empty list is one member's: others have slots
+            share(self, [form.name, form.num_elements, str(form.dtype)])
+        return window
+
     def progress(self) -> None:
         """Looks whether something has happened: time does all the work."""
         self._network.turns.current.poll(lambda: False, "progress")
+
+    def leave(self) -> None:
+        """Has the others go on without this worker from now on."""
+        if not self._has_left:
+            self._network.turns.current.look_up()
+            self._has_left = True
+            self._network.leave(self.rank)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves; with an error the others find this worker lost, or blame whom it blames."""
@@ -265,16 +314,24 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
-class SimulatedNetwork(LocalNetwork):
-    """The members of one group and the links between them; `addresses` are what a profile calls them."""
+class SimulatedNetwork:
+    """What the members of one group share: the time, who is there, the links between them, their windows.
 
-    turns: Turns
+    `addresses` are what a profile calls them.
+    """
 
     def __init__(self, turns: Turns, conditions: Conditions, addresses: Sequence[Address]) -> None:
-        super().__init__(len(addresses), turns)
+        size = len(addresses)
+        self.turns = turns
+        self.present = list(range(size))
+        self.lost: dict[int, Loss] = {}
+        self.waited_s = [[0.0] * size for _ in range(size)]
         self.links = Links(conditions, addresses)
         self.collectives: dict[int, Collective] = {}
         """By number: those to which somebody still comes."""
+        self.windows: dict[tuple[int, str], SimulatedWindow] = {}
+        self._attempts: dict[tuple[int, str], list[Callable[[], bool]]] = {}
+        """By a member's rank, and the name of its window: what waits for a change of it."""
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something over the link, and tells when it arrives."""
@@ -282,11 +339,233 @@ class SimulatedNetwork(LocalNetwork):
             return self.turns.now_s
         return self.links.carry(source, target, self.turns.now_s, size_bytes).arrives_at_s
 
+    def when_changed(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever a member's window has changed or somebody goes, until it is true."""
+        if not attempt():
+            self._attempts.setdefault((rank, name), []).append(attempt)
+
+    def look(self, rank: int, name: str) -> None:
+        """Tries what waits for a change of a member's window."""
+        waiting = self._attempts.pop((rank, name), [])
+        self._attempts[rank, name] = [attempt for attempt in waiting if not attempt()]
+
     def leave(self, rank: int) -> None:
         """Has a member be gone from now on, and those go on that have waited for it."""
-        super().leave(rank)
+        self.present = [each for each in self.present if each != rank]
+        for (owner, _), window in list(self.windows.items()):
+            if owner == rank:
+                window.drop_writes()
+        for key in list(self._attempts):
+            self.look(*key)
         for collective in list(self.collectives.values()):
             collective.look()
+
+
+class SimulatedWindow(LocalWindow):
+    """One member's window, which others write to and read over the links."""
+
+    def __init__(self, group: SimulatedGroup, form: WindowForm, sources: Collection[int]) -> None:
+        self._network = network = group._network
+        super().__init__(group, form, sources, network.windows.get((group.rank, form.name)))
+        self._counter = group._counter
+        self._sent_s: dict[int, float] = {}
+        """By source: when the last write that has come was sent."""
+        self._what = f"writes into window {self.name!r}"
+        network.windows[group.rank, form.name] = self
+
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        """Is over when it is in the slot; at once for one that is gone."""
+        self._check_write(to, write)
+        network, rank = self._network, self._rank
+        network.turns.current.look_up()
+        if to not in network.present:
+            return Done(None)
+        target = network.windows.get((to, self.name))
+        if target is not None:
+            target._slot_of(rank)
+        if to != rank:
+            self._counter.sent_to[to] += write.tensor.nbytes
+        handle = PendingOperation[None](network, rank, f"{write.kind} to rank {to} in {self.name!r}")
+        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.turns.now_s
+
+        def done() -> None:
+            handle.resolve(network.turns.now_s, lambda: None)
+
+        def arrived() -> None:
+            there = network.windows.get((to, self.name))
+            if there is None or to not in network.present:
+                done()
+            else:
+                there._sent_s[rank] = sent_s
+                there._slots[rank].offer(sent, done)
+                network.look(to, self.name)
+
+        network.turns.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
+        return handle
+
+    def filled(self) -> Sequence[int]:
+        """Lists the sources whose slots have something in them, at this worker's time."""
+        self._check_open()
+        self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
+        return self._filled()
+
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Waits until something is there, or nobody is left who could write."""
+        self._check_open()
+        network = self._network
+        network.turns.current.look_up()
+        began_s = network.turns.now_s
+        arrival = PendingOperation[None](network, self._rank, self._what)
+
+        def attempt() -> bool:
+            # something has come, or nobody is left to write
+            if self._filled() or not any(rank in network.present for rank in self._slots):
+                arrival.resolve(network.turns.now_s, lambda: None)
+            return arrival.is_resolved
+
+        if not attempt():
+            network.when_changed(self._rank, self.name, attempt)
+            with contextlib.suppress(DeadlineExceeded):
+                arrival.wait(deadline)
+            # where the deadline has come first, nobody tries it again
+            arrival.resolve(began_s, lambda: None)
+            network.look(self._rank, self.name)
+        filled = self._filled()
+        for source in filled[:1]:
+            network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
+        return filled
+
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Copies what is there when the request comes, and brings it back."""
+        if peer == self._rank:
+            return super().fetch(peer)
+        return self._ask("fetch", peer, None, lambda snapshot: snapshot)
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Copies as `fetch` does, once the version is there, into a tensor."""
+        return self._ask("read", peer, version, lambda found: copy_out(found, into.detach(), self.name))
+
+    def _ask(
+        self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
+    ) -> Handle[T | None]:
+        """Asks for what a peer has published; with a version, once it is that new."""
+        check_rank(peer, self._group.size)
+        self._begin()
+        network, rank = self._network, self._rank
+        handle = PendingOperation[T | None](network, rank, f"{what} {self.name!r} of rank {peer}")
+
+        def attempt() -> bool:
+            there = network.windows.get((peer, self.name)) if peer in network.present else None
+            snapshot = None if there is None else there.snapshot(version or 0)
+            if snapshot is not None or version is None:
+                size_bytes = 0 if snapshot is None or peer == rank else snapshot.tensor.nbytes
+
+                def finish() -> T | None:
+                    self._counter.received_from[peer] += size_bytes
+                    return None if snapshot is None else take(snapshot)
+
+                handle.resolve(network.arrives_s(peer, rank, size_bytes), finish)
+            elif peer not in network.present or (
+                version == 0 and (there is None or there._published is None)
+            ):
+                handle.resolve(network.turns.now_s, lambda: None)
+            return handle.is_resolved
+
+        when = partial(network.when_changed, peer, self.name, attempt)
+        if peer == rank:
+            when()
+        else:
+            network.turns.call_at(network.arrives_s(rank, peer, 0), when)
+        return handle
+
+    def close(self) -> None:
+        """Drops what was not taken or comes later, and what was published."""
+        if self._network.windows.get((self._rank, self.name)) is self:
+            del self._network.windows[self._rank, self.name]
+        if self._is_open:
+            self._is_open = False
+            self._changed()
+            self.drop_writes()
+
+    def _look_up(self) -> None:
+        self._network.turns.current.look_up()
+
+    def _changed(self) -> None:
+        self._network.look(self._rank, self.name)
+
+
+class PendingOperation(Handle[T]):
+    """Is under way until the time that `resolve` says."""
+
+    def __init__(self, network: SimulatedNetwork, rank: int, what: str) -> None:
+        self.is_resolved = False
+        """Whether its end is known."""
+        self.is_taken = False
+        """Whether somebody has the result, or the error."""
+        self._network = network
+        self._rank = rank
+        self._what = what
+        self._take: Callable[[], T]
+        self._due_s = self._until_s = math.inf
+        self._waiter: Turn | None = None
+        self._is_announced = False
+        """Whether its end is something that happens, for one that only looks."""
+        self._blamed: tuple[int, float] | None = None
+
+    def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
+        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that.
+
+        `blamed` is who came last, and when.
+        """
+        if not self.is_resolved:
+            self.is_resolved = True
+            self._take, self._due_s, self._blamed = cache(take), due_s, blamed
+            if self._waiter is not None:
+                self._waiter.wake(min(due_s, self._until_s))
+
+    def fail(self, error: ShoalError) -> None:
+        """Has it be over now, with an error for a result."""
+
+        def take() -> NoReturn:
+            raise error
+
+        self.resolve(self._network.turns.now_s, take)
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result when it is due; DeadlineExceeded if that is later than the deadline."""
+        if not self.is_taken:
+            self._come_to_end(deadline)
+        self.is_taken = True
+        return self._take()
+
+    def _come_to_end(self, deadline: Deadline | None) -> None:
+        turn = self._network.turns.current
+        turn.look_up()
+        began_s = turn.now_s
+        self._until_s = math.inf if deadline is None else began_s + deadline.remaining_s
+        self._waiter = turn
+        try:
+            while turn.now_s < min(self._due_s, self._until_s):
+                turn.park(self._what, min(self._due_s, self._until_s))
+        finally:
+            self._waiter = None
+        if turn.now_s < self._due_s:
+            raise DeadlineExceeded(f"{self._what} on rank {self._rank}: the deadline has passed.")
+        if self._blamed is not None:
+            blamed, came_s = self._blamed
+            self._network.waited_s[self._rank][blamed] += max(0.0, came_s - began_s)
+            self._blamed = None
+
+    def is_done(self) -> bool:
+        """Tells whether it is due."""
+        return self.is_taken or self._network.turns.current.poll(self._is_due, self._what)
+
+    def _is_due(self) -> bool:
+        is_due = self._due_s <= self._network.turns.now_s
+        if self.is_resolved and not is_due and not self._is_announced:
+            self._is_announced = True
+            self._network.turns.call_at(self._due_s, lambda: None)
+        return is_due
 
 
 class Links:
