@@ -19,7 +19,7 @@ from shoal.bench.forecast.cost_model import (
 )
 from shoal.core import Address, UsageError
 from shoal.group import exchange_machines
-from shoal.group.conditions import Shaped
+from shoal.group.wrappers import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
 

@@ -14,10 +14,9 @@ import torch
 
 from shoal.core import Deadline, Placement
 from shoal.group.base import GroupSettings
-from shoal.group.conditions import Faulty, Shaped
-from shoal.group.observed import Metered, Traced
 from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Faulty, Metered, Shaped, Traced
 from shoal.report.timeline import Timeline
 from shoal.transport import FaultScript, Profile
 

@@ -31,8 +31,8 @@ from contracts.strategies import (
 )
 from shoal.core import DeadlineExceeded
 from shoal.group import Handle
-from shoal.group.observed import Metered
 from shoal.group.operations import GroupWrapper
+from shoal.group.wrappers import Metered
 from shoal.tensors import ALIGNMENT_BYTES, BucketLayout
 from shoal.topology import make_topology
 from shoal.topology.graphs import branches

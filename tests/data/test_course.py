@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from shoal.data import Part, ShardedLoader, shard
 from shoal.data.course import Course, merge
 from shoal.data.kept import kept_loaders
-from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Metered
 
 NUM_EXAMPLES = 45
 DATASET = TensorDataset(torch.arange(NUM_EXAMPLES))

@@ -9,7 +9,7 @@ import torch
 from group.pretender import ManualSleeper, Pretender, ones
 from shoal.core import PeerLost, UsageError
 from shoal.group import exchange_machines, pair_gossip
-from shoal.group.conditions import Faulty, damage
+from shoal.group.wrappers import Faulty, damage
 from shoal.topology import Weights
 from shoal.transport import FaultScript
 from shoal.transport.network.distributions import Draws

@@ -5,7 +5,7 @@ import torch
 
 from group.pretender import Pending, Pretender, ones
 from shoal.core import DeadlineExceeded, ManualClock, PeerLost
-from shoal.group.observed import Metered, Traffic
+from shoal.group.wrappers import Metered, Traffic
 from shoal.topology import Weights
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from group.pretender import ManualSleeper, Pending, Pretender, ones
 from shoal.core import Deadline, DeadlineExceeded, PeerLost
-from shoal.group.conditions import Shaped
+from shoal.group.wrappers import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
 

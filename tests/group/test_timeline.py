@@ -8,7 +8,7 @@ import torch
 from group.pretender import Pending, Pretender, ones
 from shoal.core import ManualClock, ReportError
 from shoal.group import span as group_span
-from shoal.group.observed import Traced
+from shoal.group.wrappers import Traced
 from shoal.report.timeline import Timeline, merge
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from shoal.core import PeerLost, UsageError
 from shoal.group import Loss
-from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Metered
 from shoal.strategies import all_strategies, load_class
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.ddp import TorchDDP

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.group.observed import Metered
+from shoal.group.wrappers import Metered
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.strategies import make_strategy

@@ -12,7 +12,7 @@ import shoal
 from group.hosts import open_hosts, together
 from shoal.core import PeerLost, UsageError
 from shoal.group import SoloGroup
-from shoal.group.restarting import RestartedGroup, RestartMemory
+from shoal.group.elastic import RestartedGroup, RestartMemory
 from shoal.strategies import make_strategy
 
 NUM_ITEMS = 48

@@ -6,7 +6,7 @@ import torch
 
 from group.hosts import open_hosts
 from shoal.core import CheckpointError
-from shoal.group.states import PIECE_BYTES, receive_state, send_state
+from shoal.group.functions import PIECE_BYTES, receive_state, send_state
 
 STATES = [
     {},

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
-from shoal.group.states import take_state
+from shoal.group.functions import take_state
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.start import require_equal
 from strategies.fakes import Mirror

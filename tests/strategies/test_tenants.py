@@ -6,8 +6,8 @@ import weakref
 from torch import nn
 from torch.optim import SGD
 
-from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Metered
 from shoal.strategies import make_strategy
 
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from torch.optim import SGD
 
     from shoal.bench.contenders import Batch
-    from shoal.group.observed import Metered
+    from shoal.group.wrappers import Metered
     from shoal.simulate.exact import LastRound
     from shoal.strategies.strategy import Strategy
 
@@ -542,7 +542,7 @@ class AccuracyWorker:
 
     def begin(self, run: dict[str, Any]) -> Evaluation:
         """Attach the contender to a model that has learned nothing; collective, as all that follows."""
-        from shoal.group.observed import Metered
+        from shoal.group.wrappers import Metered
         from shoal.simulate.exact import LastRound
 
         chosen = msgspec.convert(run, AccuracyRun)

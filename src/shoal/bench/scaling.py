@@ -655,6 +655,6 @@ class ScalingWorker:
         )
         if config.profile is None:
             return group
-        from shoal.group.conditions import Shaped
+        from shoal.group.wrappers import Shaped
 
         return Shaped(group, config.profile, between=config.between, seed=config.seed)

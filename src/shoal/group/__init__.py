@@ -13,7 +13,6 @@ from shoal.group.base import (
     WindowSlot,
 )
 from shoal.group.cluster import ClusterGroup
-from shoal.group.conditions import Faulty, Shaped
 from shoal.group.functions import (
     Mutex,
     exchange_machines,
@@ -25,10 +24,10 @@ from shoal.group.functions import (
 )
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.memory import MemoryFull
-from shoal.group.observed import Metered, Traced, Traffic
 from shoal.group.opening import init
 from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Faulty, Metered, Shaped, Traced, Traffic
 from shoal.report.timeline import Timeline, merge
 
 __all__ = [

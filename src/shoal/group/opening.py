@@ -41,12 +41,11 @@ from shoal.core.run_options import (
 )
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group, GroupSettings, GroupStats
-from shoal.group.elastic import ElasticGroup, LauncherLink, place_in
+from shoal.group.elastic import ElasticGroup, LauncherLink, open_restarted, place_in
 from shoal.group.host import HostGroup, open_host_group
-from shoal.group.observed import Traced
 from shoal.group.operations import GroupWrapper
-from shoal.group.restarting import open_restarted
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Traced
 from shoal.report.timeline import Timeline
 from shoal.transport import StreamTransport
 from shoal.transport.trust.membership import Membership

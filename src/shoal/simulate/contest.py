@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from shoal.core import ShoalError, UsageError
-from shoal.group.conditions import Faulty
+from shoal.group.wrappers import Faulty
 from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.exact import SimulatedWorker, Trainer, first_line, load_tensors, run_exact, serve
 from shoal.simulate.job import DIVERGED, CourseRecord, ModelSnapshot, Moment, TrainingJob, WorkerLog

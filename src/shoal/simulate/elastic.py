@@ -19,11 +19,11 @@ from shoal.core import Address, Deadline
 from shoal.core.elastic import Coordinator, DownMessage, Form, UpMessage
 from shoal.core.turns import Turn, Turns
 from shoal.group.base import Group, Loss
-from shoal.group.conditions import check_script
 from shoal.group.elastic import CoordinatorLink, ElasticGroup
 from shoal.group.opening import WithServers
-from shoal.simulate.group import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import check_script
+from shoal.simulate.group import NOTICED_AFTER_S, SimulatedGroup, SimulatedNetwork
 from shoal.simulate.world import World
 from shoal.transport import Conditions
 from shoal.transport.network.faults import Event, JoinWorld, Kill, LeaveWorld, Schedule

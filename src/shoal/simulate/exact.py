@@ -20,14 +20,13 @@ from shoal.core import Address, Clock, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun
 from shoal.core.turns import Ended, Turn, Turns
 from shoal.group import Group
-from shoal.group.conditions import Faulty
 from shoal.group.elastic import elastic_of
-from shoal.group.observed import Metered
 from shoal.group.opening import WithServers
 from shoal.group.operations import ClockSleeper
-from shoal.simulate.group import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import Faulty, Metered
 from shoal.simulate.elastic import ElasticWorld
+from shoal.simulate.group import SimulatedGroup, SimulatedNetwork
 from shoal.simulate.job import ModelSnapshot, WorkerLog
 from shoal.simulate.tasks import TrainingTask
 from shoal.simulate.world import StepCosts, World

@@ -32,7 +32,7 @@ from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import Group, share
-from shoal.group.states import agree, on_first, take_state
+from shoal.group.functions import agree, on_first, take_state
 from shoal.strategies.averaging import has_mean, own_model
 from shoal.strategies.session import still_there
 from shoal.tensors.checkpoint import (

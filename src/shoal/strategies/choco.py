@@ -15,9 +15,8 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
-from shoal.group.functions import start_copy, start_mean
+from shoal.group.functions import Mail, start_copy, start_mean
 from shoal.group.kernels import add_differences
-from shoal.group.mail import Mail
 from shoal.strategies.options import ChocoOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy

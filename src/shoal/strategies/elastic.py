@@ -11,7 +11,7 @@ furthest on are right, and all others take parameters, buffers, the optimizer's 
 them, from several at once. Elsewhere those who have trained go on from the mean of their models, new workers
 too, and these take the rest from one of them.
 
-Where the launcher ends all workers between two generations (`group.restarting`), each leaves what it has in
+Where the launcher ends all workers between two generations (`group.elastic`), each leaves what it has in
 the memory of its machine. The next generation consists of new processes, which take that up when their
 session starts; all else is the same.
 """
@@ -35,9 +35,8 @@ from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import kept_loaders
 from shoal.data.seeds import set_states_of_process, states_of_process
 from shoal.group import share
-from shoal.group.elastic import ElasticGroup
-from shoal.group.restarting import RestartedGroup
-from shoal.group.states import take_state
+from shoal.group.elastic import ElasticGroup, RestartedGroup
+from shoal.group.functions import take_state
 from shoal.strategies.averaging import has_mean
 from shoal.tensors.buckets import packed_on_devices
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker

@@ -24,12 +24,10 @@ from shoal.core.errors import PeerLost, ShoalError, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, Handle, Window, next_number
 from shoal.group.elastic import elastic_of
-from shoal.group.functions import others
+from shoal.group.functions import StepCounter, others, take_values
 from shoal.group.opening import has_failed
 from shoal.group.replicas import ShardReplicas, lost_mate
 from shoal.group.solo import SoloGroup
-from shoal.group.states import take_values
-from shoal.group.step_counter import StepCounter
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks

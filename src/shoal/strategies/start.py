@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
-from shoal.group.states import take_state
+from shoal.group.functions import take_state
 from shoal.tensors import BucketLayout, is_sharded
 from shoal.tensors.checkpoint import is_scalar, scalar
 

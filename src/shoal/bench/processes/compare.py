@@ -28,8 +28,8 @@ from shoal.bench.workers import (
 )
 from shoal.core import SYSTEM_CLOCK, Address, BenchmarkError, Deadline, UsageError
 from shoal.group.base import Group
-from shoal.group.conditions import Shaped
 from shoal.group.operations import ClockSleeper
+from shoal.group.wrappers import Shaped
 from shoal.report.storage import write_atomically
 from shoal.simulate.contest import Trial, course_of
 from shoal.simulate.exact import Trainer, charged, serve

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, Window, share
-from shoal.group.states import PIECE_BYTES
+from shoal.group.functions import PIECE_BYTES
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes

@@ -18,7 +18,7 @@ import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Window, WindowSlot
-from shoal.group.states import receive_state
+from shoal.group.functions import receive_state
 from shoal.strategies.parameter_server.channel import (
     ParameterShard,
     Presence,

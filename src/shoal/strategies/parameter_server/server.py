@@ -17,8 +17,8 @@ import torch
 
 from shoal.core import Deadline
 from shoal.group import Handle, Window
+from shoal.group.functions import send_state
 from shoal.group.kernels import mix_into
-from shoal.group.states import send_state
 from shoal.strategies.parameter_server.channel import (
     NO_REQUEST,
     ParameterShard,

@@ -21,7 +21,7 @@ from shoal.core.errors import PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, share
 from shoal.group.elastic import ElasticGroup, elastic_of
-from shoal.group.states import take_state, take_values
+from shoal.group.functions import take_state, take_values
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel, divide
 from shoal.strategies.parameter_server.client import ServerClient
