@@ -11,7 +11,8 @@ import torch
 from shoal.core import Placement
 from shoal.core.processes import started
 from shoal.group import SoloGroup
-from shoal.group.elastic import RestartMemory, _machine, has_restarts_left, open_restarted
+from shoal.group.elastic import has_restarts_left, open_restarted
+from shoal.tensors.restart_memory import RestartMemory, _machine
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "a run",

@@ -12,9 +12,10 @@ from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
-from shoal.group.cluster.collectives import HostStaging, TorchOperations
+from shoal.group.cluster.collectives import HostStaging
 from shoal.group.cluster.group import QueuedOperation
 from shoal.group.cluster.machine_exchange import MachineReduction
+from shoal.group.cluster.torch_world import TorchOperations
 from shoal.group.functions import exchange_machines
 from shoal.topology import Weights
 

@@ -3,7 +3,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.group.torch_world import destroy_world
+from shoal.group.cluster.torch_world import destroy_world
 
 
 def train_again_and_again(group, arguments):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core import UsageError
 from shoal.group import share
+from shoal.group.cluster.torch_world import destroy_world
 from shoal.group.solo import SoloGroup
-from shoal.group.torch_world import destroy_world
 from shoal.strategies import GradientAllReduce, LocalSGD, TorchDDP
 
 

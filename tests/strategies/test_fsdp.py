@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import shoal
 from shoal.core import PeerLost, Placement, UsageError
 from shoal.group import GroupSettings, open_host_group
-from shoal.group.torch_world import destroy_world
+from shoal.group.cluster.torch_world import destroy_world
 
 TESTS = Path(__file__).parents[1]
 NUM_STEPS = 10

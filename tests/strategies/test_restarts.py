@@ -12,8 +12,9 @@ import shoal
 from group.hosts import open_hosts, together
 from shoal.core import PeerLost, UsageError
 from shoal.group import SoloGroup
-from shoal.group.elastic import RestartedGroup, RestartMemory
+from shoal.group.elastic import RestartedGroup
 from shoal.strategies import make_strategy
+from shoal.tensors.restart_memory import RestartMemory
 
 NUM_ITEMS = 48
 BATCH = 2

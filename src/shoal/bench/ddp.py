@@ -517,7 +517,7 @@ class DdpWorker:
         if config.is_ddp:
             from torch import distributed
 
-            from shoal.group.torch_world import open_process_group
+            from shoal.group.cluster.torch_world import open_process_group
             from shoal.strategies.ddp import wrap
             from shoal.strategies.options import DDPOptions
 

@@ -382,7 +382,7 @@ class BenchPlace(msgspec.Struct, frozen=True):
         from torch import distributed
 
         from shoal.group.cluster.rendezvous import Rendezvous
-        from shoal.group.torch_world import destroy_world
+        from shoal.group.cluster.torch_world import destroy_world
 
         ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
         if self.machines:

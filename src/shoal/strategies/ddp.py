@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group
-from shoal.group.torch_world import open_process_group
+from shoal.group.cluster.torch_world import open_process_group
 from shoal.strategies.all_reduce import GradientStrategy
 from shoal.strategies.options import DDPOptions
 from shoal.strategies.session import TrainingSession

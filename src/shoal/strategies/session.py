@@ -26,8 +26,8 @@ from shoal.group import Group, Handle, Window, next_number
 from shoal.group.elastic import elastic_of
 from shoal.group.functions import StepCounter, others, take_values
 from shoal.group.opening import has_failed
-from shoal.group.replicas import ShardReplicas, lost_mate
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import ShardReplicas, lost_mate
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
 from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks

@@ -22,8 +22,8 @@ from shoal.core.errors import UsageError
 from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
-from shoal.group.replicas import ShardReplicas
 from shoal.group.solo import SoloGroup
+from shoal.group.wrappers import ShardReplicas
 from shoal.strategies.averaging import common_model, consensus_distance
 from shoal.strategies.checkpointing import RunCheckpoints
 from shoal.strategies.monitors import Monitors

@@ -5,14 +5,12 @@ each machine exchanges tensors with the others (`machine_exchange`), those of a 
 the host (`HostStaging`), and passes the result on.
 
 GPU tensors go through NCCL instead where each worker of the group has a GPU of its own, and all tensors
-through torch.distributed where its gloo backend was asked for (`TorchOperations`). It is brought up when the
-first such tensor comes, unless the user has done so.
+through torch.distributed where its gloo backend was asked for (`torch_world`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,12 +44,11 @@ from shoal.group.cluster.machine_exchange import (
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, poll_until
 from shoal.group.cluster.rendezvous import host_id
+from shoal.group.cluster.torch_world import TorchOperations
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into, reduce_into
-from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
-from shoal.group.torch_world import destroy_world, is_world_open
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.topology import Weights
 from shoal.transport import Head, Reply
@@ -60,13 +57,6 @@ _ALIGNED = 64
 _ASK_AFTER_S = 1.0
 _SENDS = "group.sends"
 _REMEMBERED = 64
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-_FOREVER = datetime.timedelta(days=365)  # who is lost is noticed by the mesh
 PIECE_BYTES = 16 << 20
 """A network of 10 Gbit/s carries it in 13 ms, so that delays do not count, and a bus of 10 GB/s in 2 ms."""
 _EXCHANGED_BYTES = 4 << 20
@@ -689,115 +679,3 @@ class HostStaging:
         if device is not None and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return None if device is None else self._streams[device]
-
-
-class TorchOperations:
-    """Collectives of one worker through torch.distributed, which cannot go on without a member."""
-
-    def __init__(self, members: Members, backend: str | None, store: Any) -> None:
-        self.counter = TrafficCounter(members.rank, members.size)
-        """The bytes that it was asked to move, by formula."""
-        self.is_wanted = None if backend is None else True
-        """Whether GPU tensors go this way; None until somebody has a look at all members' GPUs."""
-        self.is_up = False
-        self._rank = members.rank
-        self._size = members.size
-        self._members = members
-        self._backend = backend
-        self._store = store
-        self._is_own = False
-
-    def choose(self, gpus: Sequence[bytes]) -> None:
-        """Learns the GPUs of those that take part: NCCL needs everybody's, each another one."""
-        self.is_wanted = len(dict.fromkeys(gpus)) == self._size and b"-" not in gpus
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Tells whether a tensor goes this way."""
-        return self._backend == "gloo" or (tensor.is_cuda and bool(self.is_wanted))
-
-    def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
-        """Reduces in place, and divides where a mean is asked for."""
-        self.counter.all_reduce(tensor.nbytes)
-        flat = tensor.detach().contiguous()
-        yield from self._last(seq, dist.all_reduce(flat, _OPS[op], async_op=True))
-        if op == "mean":
-            flat.div_(self._size)
-        return put_back(flat, tensor)
-
-    def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
-        """Copies the root's tensor, in place."""
-        self.counter.broadcast(tensor.nbytes, root)
-        flat = tensor.detach().contiguous()
-        yield from self._last(seq, dist.broadcast(flat, root, async_op=True))
-        return put_back(flat, tensor)
-
-    def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
-        """Collects tensors whose rows may differ in number: all are filled up to the longest."""
-        # the others' sizes come later; most often all give alike
-        self.counter.all_gather(tensor.nbytes, dict.fromkeys(range(self._size), tensor.nbytes))
-        own = tensor.detach().contiguous()
-        own = own.view(1) if own.ndim == 0 else own
-        rows = torch.zeros(self._size, dtype=torch.int64, device=tensor.device)
-        rows[self._rank] = own.shape[0]
-        yield self._until(seq, dist.all_reduce(rows, async_op=True))
-        counts = rows.tolist()
-        longest = max(counts)
-        padded = own.new_zeros((longest, *own.shape[1:]))
-        padded[: own.shape[0]] = own
-        parts = [torch.empty_like(padded) for _ in counts]
-        yield from self._last(seq, dist.all_gather(parts, padded, async_op=True))
-        return [part[:count].clone() for part, count in zip(parts, counts, strict=True)]
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Takes torch.distributed down if it was brought up here; with an error, waits for nobody."""
-        if self._is_own and dist.is_initialized():
-            if error is None:
-                destroy_world()
-            else:
-                abort = getattr(dist.group.WORLD, "abort", None)
-                if abort is not None:
-                    abort()
-        self._is_own = self.is_up = False
-
-    def bring_up(self, tensor: torch.Tensor) -> None:
-        """Initialises torch.distributed, unless the program has; all members do it together."""
-        if is_world_open(self._rank, self._size):
-            self.is_up = True
-            return
-        backend = self._backend or "nccl"
-        num_mates = len(self._members.mates)
-        if backend == "nccl" and num_mates > torch.cuda.device_count():
-            raise UsageError(
-                f"NCCL wants a GPU for each worker; {num_mates} workers of this machine have "
-                f"{torch.cuda.device_count()}.",
-                next_step="start fewer workers, or leave out backend=: then workers may share a GPU.",
-            )
-        if tensor.is_cuda:
-            torch.cuda.set_device(tensor.device)
-        dist.init_process_group(
-            backend, store=self._store, rank=self._rank, world_size=self._size, timeout=_FOREVER
-        )
-        self.is_up = self._is_own = True
-
-    def _last(self, seq: int, work: Any) -> Steps:
-        """Waits for the last work of an operation; the next one issues its own, as on all ranks."""
-        yield FREE
-        yield self._until(seq, work)
-
-    def _until(self, seq: int, work: Any) -> PendingStep:
-        """Waits for what torch has under way, which never ends without a member that is gone."""
-
-        def look() -> Any:
-            if not work.is_completed():
-                absent = self._members.error_of_absence(seq)
-                if absent is None or work.is_completed():
-                    return PENDING
-                raise absent
-            try:
-                work.wait()
-            except RuntimeError as error:
-                failed = PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
-                raise (self._members.error_of_absence(seq) or failed) from None
-            return None
-
-        return PendingStep(look)

@@ -54,7 +54,7 @@ from shoal.group.base import (
     passed_on,
     rank_to_blame,
 )
-from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
+from shoal.group.cluster.collectives import Collectives, HostStaging
 from shoal.group.cluster.machine_exchange import FREE, AlgorithmChoice, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import CONNECTING_S, Mesh
@@ -66,6 +66,7 @@ from shoal.group.cluster.rendezvous import (
     interface_of,
     should_encrypt,
 )
+from shoal.group.cluster.torch_world import TorchOperations
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import Span, is_overlapping, span_of
