@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from shoal.group.cluster.rendezvous import interface_of
+from shoal.core.processes import interface_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux says what an interface's address is")
 

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerRefused, Placement, UsageError
+from shoal.core.processes import own_address
 from shoal.core.run_options import SECRET_VARIABLE
-from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, host_id, own_address
+from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, host_id
 
 
 def soon():

@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from shoal.core.errors import UsageError
+from shoal.core.ids import Address, is_loopback
+
 State = Literal["running", "stopped", "gone"]
 _HAS_PROC = Path("/proc/self/stat").exists()
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -25,6 +28,8 @@ _NAME_BYTES = 15
 _IPV4_AT = slice(20, 24)
 _IF_INET6 = Path("/proc/net/if_inet6")
 _LINK_LOCAL = "fe80"
+_LOOPBACK = "127.0.0.1"
+_SOMEWHERE = ("198.51.100.1", 9)  # reserved for documentation: only the route is looked up
 
 
 def obey_interrupts() -> None:
@@ -105,6 +110,47 @@ def is_own(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def address_towards(host: str, port: int) -> str:
+    """Finds the address from which this machine would speak to another; empty when there is no way."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # nothing is sent
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def own_address(interface: str | None, meeting: Address | None) -> str:
+    """Finds an address of this machine: of the interface named, else of the one that reaches the meeting.
+
+    Where that is the machine itself, and a name of it that means loopback, the one that reaches the world.
+    """
+    if interface:
+        return _address_of(interface)
+    reached = address_towards(meeting.host, meeting.port) if meeting is not None else ""
+    if not reached or is_loopback(reached):
+        reached = address_towards(*_SOMEWHERE)
+    return reached or _LOOPBACK
+
+
+def interface_of(address: str) -> str | None:
+    """Finds the name of the interface that has this address; None where the system does not say."""
+    return next((name for name, found in own_addresses().items() if name and address in found), None)
+
+
+def _address_of(interface: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    addresses = own_addresses()
+    if interface not in addresses:
+        raise UsageError(
+            f"This machine has no network interface {interface!r} with an address.",
+            cause=f"it has {', '.join(name for _, name in socket.if_nameindex())}.",
+            next_step="name one of them with --network-interface, or give an address of this machine.",
+        )
+    return addresses[interface][0]
 
 
 def network_of(address: str) -> str:

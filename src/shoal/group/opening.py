@@ -31,7 +31,7 @@ from shoal.core.elastic import Form, LeavingRun
 from shoal.core.errors import PeerError
 from shoal.core.identity import Identity
 from shoal.core.placement import torchrun_attempt
-from shoal.core.processes import started
+from shoal.core.processes import own_address, started
 from shoal.core.run_options import (
     SECRET_VARIABLE,
     TORCHRUN_ID_VARIABLE,
@@ -166,8 +166,6 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
         secret = SwarmSecret.parse(os.environ[SECRET_VARIABLE])
         host = LOOPBACK
         if group.num_machines > 1:
-            from shoal.group.cluster.rendezvous import own_address
-
             form = group.form
             told = "" if form is None else form.places[form.rank_of(link.number)].address
             host = own_address(options.network_interface or told, placement.rendezvous)

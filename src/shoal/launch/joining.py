@@ -20,6 +20,7 @@ import msgspec
 from shoal.core import Address, Deadline, LoopThread, Scope
 from shoal.core.errors import PeerError, PeerUnreachable, ShoalError, UsageError
 from shoal.core.identity import Identity, new_secret
+from shoal.core.processes import address_towards
 from shoal.core.untrusted import visible
 from shoal.launch.agent import Agent, introduce
 from shoal.launch.head import AgentHandle
@@ -168,20 +169,8 @@ def join_run(address: Address, secret: SwarmSecret, num_slots: int) -> None:
 
     with LoopThread("shoal-join") as loop, ours:
         conversation = loop.submit(converse())
-        hello = introduce(reached_at=_own_address(address), head_address=address.host)
+        hello = introduce(reached_at=address_towards(address.host, address.port), head_address=address.host)
         Agent(ours.fileno(), ours.fileno(), hello, is_guest=True).run()
         ours.close()
         with contextlib.suppress(TimeoutError):
             conversation.result(_CLOSE_S)
-
-
-def _own_address(head: Address) -> str:
-    """Find the address of this machine from which it speaks to the head; empty when there is no way."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            head.host, head.port, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return ""

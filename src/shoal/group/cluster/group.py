@@ -35,6 +35,7 @@ from shoal.core import (
     Placement,
     ShoalError,
 )
+from shoal.core.processes import interface_of
 from shoal.group.base import (
     WAIT_HEARD_EVERY_S,
     Group,
@@ -63,7 +64,6 @@ from shoal.group.cluster.rendezvous import (
     Rendezvous,
     WorkerAddress,
     encryption_line,
-    interface_of,
     should_encrypt,
 )
 from shoal.group.cluster.torch_world import TorchOperations

@@ -9,7 +9,6 @@ tensors are encrypted there follows from everybody's addresses, so that all come
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import logging
@@ -27,9 +26,8 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
-from shoal.core.ids import is_loopback
 from shoal.core.placement import torchrun_attempt
-from shoal.core.processes import boot_id, network_of, own_addresses
+from shoal.core.processes import boot_id, network_of, own_address
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE, EncryptChoice
 
 T = TypeVar("T")
@@ -41,7 +39,6 @@ _PRIVATE = tuple(
     for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10")
 )
 """RFC 1918, unique-local (RFC 4193) and link-local addresses; `is_private` of `ipaddress` means many more."""
-_SOMEWHERE = ("198.51.100.1", 9)  # reserved for documentation: nothing is sent, only the route is looked up
 dist: Any = torch.distributed  # whose stubs leave the stores out
 _LINE_EVERY_S = 10.0
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.005, 0.1
@@ -55,47 +52,6 @@ def host_id() -> str:
     """Gives a name that tells machines apart, and containers and namespaces with a network of their own."""
     network = _NETWORK.stat().st_ino if _NETWORK.exists() else ""
     return f"{boot_id()} {network} {platform.node()} {os.getuid() if hasattr(os, 'getuid') else ''}"
-
-
-def own_address(interface: str | None, meeting: Address | None) -> str:
-    """Finds an address of this machine: of the interface named, else of the one that reaches the meeting.
-
-    Where that is the machine itself, and a name of it that means loopback, the one that reaches the world.
-    """
-    if interface:
-        return _address_of(interface)
-    reached = _from_here_to((meeting.host, meeting.port)) if meeting is not None else LOOPBACK
-    if is_loopback(reached):
-        reached = _from_here_to(_SOMEWHERE)
-    return reached
-
-
-def interface_of(address: str) -> str | None:
-    """Finds the name of the interface that has this address; None where the system does not say."""
-    return next((name for name, found in own_addresses().items() if name and address in found), None)
-
-
-def _from_here_to(where: tuple[str, int]) -> str:
-    """Finds the address from which this machine would speak to another; loopback when there is no way."""
-    with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(*where, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return LOOPBACK
-
-
-def _address_of(interface: str) -> str:
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(interface))
-    addresses = own_addresses()
-    if interface not in addresses:
-        raise UsageError(
-            f"This machine has no network interface {interface!r} with an address.",
-            cause=f"it has {', '.join(name for _, name in socket.if_nameindex())}.",
-            next_step="name one of them with --network-interface, or give an address of this machine.",
-        )
-    return addresses[interface][0]
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
