@@ -3,11 +3,7 @@
 Each worker that has something for another makes one connection to it, and a thread sends over it; the other
 side receives in a thread. Blocking sockets copy without the interpreter's lock, straight out of the memory
 where a tensor lies and into the memory where it was asked for. A frame is a head, the tensor's key and its
-bytes; a connection goes one way, so that nothing but this is ever read from it.
-
-Both sides of a connection prove who they are. Where tensors are encrypted, they do so by TLS 1.3, through
-which a new key goes, and then seal all that follows with AES-256-GCM: records of TLS itself are of 16 KB, and
-with a call of Python for each of them all took twice as long.
+bytes; a connection goes one way, so that nothing but this is ever read from it (`wire`).
 
 What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
 finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
@@ -19,13 +15,9 @@ operations that their receiver has begun, too. Mailbox and handles are for any t
 from __future__ import annotations
 
 import collections
-import contextlib
-import hmac
 import logging
 import queue
-import secrets
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -36,8 +28,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import msgspec
 import torch
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import (
     Address,
@@ -45,16 +35,14 @@ from shoal.core import (
     DeadlineExceeded,
     PeerId,
     PeerLost,
-    PeerRefused,
     ShoalError,
     TensorError,
 )
-from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.loop import ByteThreads
 from shoal.group.base import Handle
+from shoal.group.cluster.wire import NOTHING, Handshake, Wire
 from shoal.tensors.memory import copy_into, tensor_over
-from shoal.transport import BufferPool, Membership, byte_view
-from shoal.transport.trust.tls import peer_id_of
+from shoal.transport import BufferPool, byte_view
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -62,32 +50,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
-_CONNECTING_S = 60.0
-_AGAIN_S, _GREETING_S = 0.2, 10.0
-_MAGIC = b"SHLK\x01"
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
+_CONNECTING_S, _AGAIN_S = 60.0, 0.2
 _HEAD = struct.Struct("<BxHxxxxQ")
 """The kind of a frame, the length of its key, and the tensor's bytes, or those for which there is room."""
 _TENSOR, _BOUNDED, _ROOM = 1, 2, 3
-_NOTHING = memoryview(b"")
 _ROOM_PARTS = 8
 """A sender is told of room when this part of its room was claimed."""
-_NOW_BYTES = 1 << 20
-"""Up to this size a tensor leaves in the thread that sends it, if nothing is before it."""
-_JOINED_BYTES = 64 << 10
-"""Up to this size a tensor is copied behind its head, so that both leave at once."""
-_RECORD_BYTES, _TAG_BYTES, _KEY_BYTES = 512 << 10, 16, 32
-"""Sealed records are this long at most: Python does not count any more, and caches still hold them."""
-_RECORD_HEAD = struct.Struct("<I")
-_CAN_SEAL_INTO = hasattr(AESGCM, "encrypt_into")
-_FAST_BYTES_PER_US = 5000
-"""A network of 40 Gbit/s. What it carries in a round trip is as much as the system must hold of a connection
-that is as fast; where more is under way, the processor's caches lose it before it is copied a second time,
-and all takes 40 % longer between processes of one machine. On longer ways the system finds its own size."""
-_MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 256 << 10, 1 << 20
-_RTT_OFFSET = 68
-"""Of `tcpi_rtt`, microseconds, in Linux's `struct tcp_info`."""
 
 
 class MeshHandle(Handle[T]):
@@ -300,7 +268,7 @@ class Mailbox:
 class Sending(MeshHandle[None]):
     """One frame to be sent, which is done when it has left; its memory must not be written until then."""
 
-    def __init__(self, kind: int, size_bytes: int, key: bytes = b"", view: memoryview = _NOTHING) -> None:
+    def __init__(self, kind: int, size_bytes: int, key: bytes = b"", view: memoryview = NOTHING) -> None:
         super().__init__("sending a tensor")
         self.kind = kind
         self.head = _HEAD.pack(kind, len(key), size_bytes) + key
@@ -313,9 +281,8 @@ class _Link:
     A thread sends, or, if it is small, whoever gives it. Another one receives.
     """
 
-    def __init__(self, rank: int, peer_id: PeerId | None, on_empty: Callable[[], None]) -> None:
+    def __init__(self, rank: int, on_empty: Callable[[], None]) -> None:
         self.rank = rank
-        self.peer_id = peer_id
         self.address: Address
         """Where it takes connections, once that is known."""
         self.room_bytes = 0
@@ -329,12 +296,12 @@ class _Link:
         self._queue: deque[Sending] = deque()
         self._without_room: deque[Sending] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._outgoing: _Wire | None = None
-        self._incoming: _Wire | None = None
+        self._outgoing: Wire | None = None
+        self._incoming: Wire | None = None
         self._has_thread = False
         self._is_busy = True
         """Whether somebody is sending what is in the queue, and will look at it again."""
-        self._rest = _NOTHING
+        self._rest = NOTHING
         """What is left of the first one in the queue, where some of it has left."""
         self._error: PeerLost | None = None
         """Why nothing more is sent."""
@@ -396,7 +363,7 @@ class _Link:
         is_alone = self._unclaimed_bytes <= self.room_bytes // _ROOM_PARTS
         return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self.room_bytes
 
-    def serve(self, wire: _Wire) -> None:
+    def serve(self, wire: Wire) -> None:
         """Sends all that comes, until it is closed."""
         with self.lock:
             self._outgoing = wire
@@ -404,21 +371,21 @@ class _Link:
             while (sending := self._next()) is not None:
                 if len(self._rest):
                     wire.socket.sendall(self._rest)
-                    self._rest = _NOTHING
+                    self._rest = NOTHING
                 else:
                     wire.send(sending.head, sending.view)
                 self._left(sending)
             self._on_empty()
             self._wakes.get()
 
-    def take_from(self, wire: _Wire) -> bool:
+    def take_from(self, wire: Wire) -> bool:
         """Receives by this connection from now on; False when nothing is received any more."""
         with self.lock:
             if not self._is_cut:
                 self._incoming = wire
             return not self._is_cut
 
-    def is_taking(self, wire: _Wire) -> bool:
+    def is_taking(self, wire: Wire) -> bool:
         """Tells whether what comes by a connection counts: it does not when its sender was given up."""
         return self._incoming is wire
 
@@ -455,7 +422,7 @@ class _Link:
             self.sent_bytes += len(sending.head) - _HEAD.size + sending.view.nbytes
             if self._queue and self._queue[0] is sending:
                 self._queue.popleft()
-        sending.view = _NOTHING
+        sending.view = NOTHING
         sending.finish(None)
 
     def _send_now(self, sending: Sending) -> bool:
@@ -475,148 +442,32 @@ class _Link:
         return self._next() is None
 
 
-class _Wire:
-    """One connection, over which bytes go as they are, or sealed with a key of its own.
-
-    Sealed are records of AES-256-GCM, each with its length before it; their number is the nonce.
-    """
-
-    def __init__(self, connected: socket.socket, key: bytes | None = None) -> None:
-        self.socket = connected
-        self._cipher = None if key is None else AESGCM(key)
-        self._num_records = 0
-        self._record = memoryview(
-            bytearray(0 if key is None else _RECORD_HEAD.size + _RECORD_BYTES + _TAG_BYTES)
-        )
-        self._opened = _NOTHING
-        """What is left of the last record that has come."""
-        close_in_children(connected.fileno())
-
-    def send_now(self, head: bytes, view: memoryview) -> memoryview | None:
-        """Sends what can be sent without waiting, and gives the rest; None where it is too large for that."""
-        size_bytes = len(head) + view.nbytes
-        if self._cipher is None:
-            if size_bytes > _NOW_BYTES:
-                return None
-            sent = self.socket.sendmsg([head, view], (), socket.MSG_DONTWAIT)
-            return view[sent - len(head) :] if sent >= len(head) else memoryview(head + view)[sent:]
-        if size_bytes > _JOINED_BYTES:
-            return None
-        # a copy: what is left of it is sent by another thread, which may seal others
-        record = memoryview(bytes(self._seal(memoryview(head + view))))
-        try:
-            return record[self.socket.send(record, socket.MSG_DONTWAIT) :]
-        except BlockingIOError:
-            return record
-
-    def send(self, head: bytes, view: memoryview) -> None:
-        """Sends all of it, however long that takes."""
-        if view.nbytes <= _JOINED_BYTES:
-            head, view = head + view, view[:0]
-        for part in (memoryview(head), view):
-            if self._cipher is None:
-                self.socket.sendall(part)
-                continue
-            for start in range(0, part.nbytes, _RECORD_BYTES):
-                self.socket.sendall(self._seal(part[start : start + _RECORD_BYTES]))
-
-    def fill(self, view: memoryview, *, is_first: bool = False) -> bool:
-        """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
-        if self._cipher is None:
-            return _fill(self.socket, view, is_first=is_first)
-        while len(view):
-            if not len(self._opened):
-                head = self._record[: _RECORD_HEAD.size]
-                if not _fill(self.socket, head, is_first=is_first):
-                    return False
-                taken = self._open(view)
-            else:
-                taken = min(len(view), len(self._opened))
-                view[:taken] = self._opened[:taken]
-                self._opened = self._opened[taken:]
-            view, is_first = view[taken:], False
-        return True
-
-    def shut(self) -> None:
-        """Ends the connection, so that a thread that blocks on it goes on."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Gives the connection back."""
-        if self.socket.fileno() >= 0:
-            keep_in_children(self.socket.fileno())
-        self.socket.close()
-
-    def _nonce(self) -> bytes:
-        self._num_records += 1
-        return self._num_records.to_bytes(12, "little")
-
-    def _seal(self, content: memoryview) -> memoryview:
-        """Gives the record of some bytes, in memory that the next one uses."""
-        assert self._cipher is not None
-        end = _RECORD_HEAD.size + content.nbytes + _TAG_BYTES
-        head = _RECORD_HEAD.pack(content.nbytes + _TAG_BYTES)
-        self._record[: _RECORD_HEAD.size] = head
-        sealed = self._record[_RECORD_HEAD.size : end]
-        if _CAN_SEAL_INTO:
-            self._cipher.encrypt_into(self._nonce(), content, head, sealed)
-        else:
-            sealed[:] = self._cipher.encrypt(self._nonce(), content, head)
-        return self._record[:end]
-
-    def _open(self, view: memoryview) -> int:
-        """Receives the rest of a record; gives how much of it lies in `view`, if all of it fits there."""
-        assert self._cipher is not None
-        head = bytes(self._record[: _RECORD_HEAD.size])
-        (size_bytes,) = _RECORD_HEAD.unpack(head)
-        if not _TAG_BYTES < size_bytes <= _RECORD_BYTES + _TAG_BYTES:
-            raise TensorError(f"a record of {size_bytes} bytes came")
-        sealed = self._record[_RECORD_HEAD.size : _RECORD_HEAD.size + size_bytes]
-        _fill(self.socket, sealed)
-        num_bytes = int(size_bytes) - _TAG_BYTES
-        try:
-            if _CAN_SEAL_INTO and num_bytes <= len(view):
-                self._cipher.decrypt_into(self._nonce(), sealed, head, view[:num_bytes])
-                return num_bytes
-            self._opened = memoryview(self._cipher.decrypt(self._nonce(), sealed, head))
-        except InvalidTag:
-            raise TensorError("what came was changed on its way") from None
-        return 0
-
-
 class TensorLinks:
-    """One worker's connections that carry tensors to and from the workers of other machines.
-
-    `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is
-    connected to. With a `membership` both compare the other's id by TLS 1.3, and all tensors are encrypted.
-    """
+    """One worker's connections that carry tensors to and from the workers of other machines."""
 
     def __init__(
         self,
-        rank: int,
         mailbox: Mailbox,
-        key: bytes,
-        membership: Membership | None,
+        handshake: Handshake,
         *,
         on_arrival: Callable[[int, bool], None],
         on_sent: Callable[[], None],
         on_broken: Callable[[int, str, bool], None],
     ) -> None:
-        self.rank = rank
         self._mailbox = mailbox
         mailbox.on_claim = self._give_room
-        self._key = key
-        self._membership = membership
+        self._handshake = handshake
         self._on_arrival = on_arrival
         self._on_sent = on_sent
         self._on_broken = on_broken
         self._threads = ByteThreads()
+        self._ids: Mapping[int, PeerId | None] = {}
         self._links: dict[int, _Link] = {}
 
     def expect(self, ids: Mapping[int, PeerId | None]) -> None:
         """Says who may connect, by rank; before anybody knows where."""
-        self._links = {rank: _Link(rank, peer_id, self._on_sent) for rank, peer_id in ids.items()}
+        self._ids = ids
+        self._links = {rank: _Link(rank, self._on_sent) for rank in ids}
 
     def set_address(self, rank: int, address: Address, num_peers: int) -> None:
         """Says where a worker takes connections, and from how many; one is made when something is to be sent.
@@ -649,7 +500,7 @@ class TensorLinks:
         give_up, wire = Deadline.after(_CONNECTING_S), None
         while wire is None:
             try:
-                wire = self._dial(link)
+                wire = self._handshake.dial(link.rank, link.address, self._ids[link.rank])
             except (OSError, ShoalError) as error:
                 if link.is_closed:
                     return
@@ -669,38 +520,6 @@ class TensorLinks:
         finally:
             wire.close()
 
-    def _dial(self, link: _Link) -> _Wire:
-        address = link.address
-        connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
-        try:
-            _prepare(connected)
-            key = None
-            if self._membership is not None:
-                tls = self._membership.client_tls().wrap_socket(connected)
-                connected = tls
-                if link.peer_id is not None and _id_of(tls) != link.peer_id:
-                    raise PeerRefused(f"{address} is another peer than the one that was told.")
-                key = secrets.token_bytes(_KEY_BYTES)
-                tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
-                connected = _without_tls(tls)
-            else:
-                mine = secrets.token_bytes(_NONCE_BYTES)
-                connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
-                answer = _read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
-                nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, link.rank, nonces)):
-                    raise PeerRefused(f"{address} is not of this run.")
-                connected.sendall(self._proof(b"caller", self.rank, link.rank, nonces))
-            connected.settimeout(None)
-        except BaseException:
-            connected.close()
-            raise
-        return _Wire(connected, key)
-
-    def _proof(self, role: bytes, caller: int, callee: int, nonces: bytes) -> bytes:
-        ranks = caller.to_bytes(4, "little") + callee.to_bytes(4, "little")
-        return hmac.digest(self._key, role + ranks + nonces, "sha256")
-
     # --- receiving ---
 
     def accept(self, connected: socket.socket) -> None:
@@ -709,9 +528,8 @@ class TensorLinks:
 
     def _receive(self, connected: socket.socket) -> None:
         try:
-            connected.settimeout(_GREETING_S)
-            _prepare(connected)
-            link, wire = self._admit(connected)
+            rank, wire = self._handshake.admit(connected, self._ids)
+            link = self._links[rank]
         except (OSError, ShoalError) as error:
             log.warning("a connection for tensors was refused: %s", error)
             connected.close()
@@ -727,37 +545,7 @@ class TensorLinks:
         finally:
             wire.close()
 
-    def _admit(self, connected: socket.socket) -> tuple[_Link, _Wire]:
-        """Finds out which rank has connected; PeerRefused when it does not prove it."""
-        key = None
-        if self._membership is not None:
-            tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
-            try:
-                link, _ = self._read_hello(tls)
-                key = _read_exactly(tls, _KEY_BYTES)
-                if link.peer_id is not None and _id_of(tls) != link.peer_id:
-                    raise PeerRefused(f"it is not rank {link.rank}.")
-                connected = _without_tls(tls)
-            except BaseException:
-                tls.close()
-                raise
-        else:
-            link, theirs = self._read_hello(connected)
-            mine = secrets.token_bytes(_NONCE_BYTES)
-            connected.sendall(mine + self._proof(b"callee", link.rank, self.rank, theirs + mine))
-            proof = _read_exactly(connected, _PROOF_BYTES)
-            if not hmac.compare_digest(proof, self._proof(b"caller", link.rank, self.rank, theirs + mine)):
-                raise PeerRefused("it does not know the key of this run.")
-        connected.settimeout(None)
-        return link, _Wire(connected, key)
-
-    def _read_hello(self, connected: socket.socket) -> tuple[_Link, bytes]:
-        magic, rank, nonce = _HELLO.unpack(_read_exactly(connected, _HELLO.size))
-        if magic != _MAGIC or rank not in self._links:
-            raise PeerRefused("it is no worker of another machine, or speaks another version.")
-        return self._links[rank], nonce
-
-    def _take(self, link: _Link, wire: _Wire) -> bool:
+    def _take(self, link: _Link, wire: Wire) -> bool:
         """Receives one frame; False at the end of the connection."""
         head = bytearray(_HEAD.size)
         if not wire.fill(memoryview(head), is_first=True):
@@ -817,58 +605,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def view_of(flat: torch.Tensor) -> memoryview:
     """Gives the memory of a flat uint8 tensor."""
     return byte_view(cast("Buffer", flat.numpy()))
-
-
-def _prepare(connected: socket.socket) -> None:
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    buffer_bytes = _round_trip_us(connected) * _FAST_BYTES_PER_US
-    if 0 < buffer_bytes <= _MAX_BUFFER_BYTES:
-        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connected.setsockopt(socket.SOL_SOCKET, name, max(buffer_bytes, _MIN_BUFFER_BYTES))
-
-
-def _round_trip_us(connected: socket.socket) -> int:
-    """Gives what connecting has shown of the network's delay; 0 where the system does not say."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0
-    with contextlib.suppress(OSError, struct.error):
-        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
-        return int(struct.unpack_from("=I", info, _RTT_OFFSET)[0])
-    return 0
-
-
-def _fill(connected: socket.socket, view: memoryview, *, is_first: bool = False) -> bool:
-    """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
-    flags = (socket.MSG_WAITALL,) if not isinstance(connected, ssl.SSLSocket) else ()
-    while len(view):
-        num_bytes = connected.recv_into(view, 0, *flags)
-        if not num_bytes:
-            if is_first:
-                return False
-            raise ConnectionError("it ended in the middle of a tensor")
-        view, is_first = view[num_bytes:], False
-    return True
-
-
-def _read_exactly(connected: socket.socket, num_bytes: int) -> bytes:
-    memory = bytearray(num_bytes)
-    _fill(connected, memoryview(memory))
-    return bytes(memory)
-
-
-def _id_of(connected: ssl.SSLSocket) -> PeerId | None:
-    certificate = connected.getpeercert(binary_form=True)
-    return None if certificate is None else peer_id_of(certificate)
-
-
-def _without_tls(connected: ssl.SSLSocket) -> socket.socket:
-    """Ends TLS on a connection, on both sides, and gives it for what comes after."""
-    connected.unwrap()
-    timeout_s = connected.gettimeout()
-    plain = socket.socket(fileno=connected.detach())
-    plain.settimeout(timeout_s)
-    return plain
 
 
 def _gone(rank: int) -> PeerLost:

@@ -50,6 +50,7 @@ from shoal.group.cluster.links import (
 )
 from shoal.group.cluster.members import Departure, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK
+from shoal.group.cluster.wire import Handshake
 from shoal.transport import (
     Allocate,
     Head,
@@ -130,11 +131,10 @@ class Mesh:
         self._transport = StreamTransport(membership=self._membership, limits=limits)
         self._standing = StandingScope("mesh")
         self._mailbox = Mailbox(max_unclaimed_bytes)
+        key = SwarmSecret.parse(secret).derive("connections for tensors")
         self._links = TensorLinks(
-            rank,
             self._mailbox,
-            SwarmSecret.parse(secret).derive("connections for tensors"),
-            self._membership if is_encrypted else None,
+            Handshake(rank, key, self._membership if is_encrypted else None),
             on_arrival=self._arrived,
             on_sent=self.wake,
             on_broken=self._link_broke,
