@@ -24,11 +24,14 @@ in lockstep stop after the step that they are in.
 Parameter servers are in every generation, with the first ranks, and stop when all workers have. They never
 come later, do not count as workers, and end when the workers have finished.
 
-Everything here is pure: messages come in, messages go out, time is told.
+Everything here is pure: messages come in, messages go out, time is told. A worker's side is a
+`CoordinatorLink`; how its messages travel is the business of its subclasses.
 """
 
 from __future__ import annotations
 
+import abc
+import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +39,11 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from shoal.core.clock import SYSTEM_CLOCK, Clock
+from shoal.core.deadlines import Deadline
 from shoal.core.errors import ProtocolError, ShoalError
+from shoal.core.ids import Address
+from shoal.core.placement import Placement
 
 SUSPECT_S = 2.0
 """A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
@@ -486,6 +493,102 @@ class Coordinator:
         if left and not between:
             # of two that blame each other the newer one goes
             self.give_up(max(left, key=lambda number: (accused.count(number), number)), _UNREACHED)
+
+
+class CoordinatorLink(abc.ABC):
+    """A worker's way to the coordinator of its run.
+
+    `steps` is written by the session after each step, and read wherever the link is asked when this worker
+    can stop: in a thread of its own, or in the turn of another simulated worker.
+    """
+
+    def __init__(self, number: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.number = number
+        self.steps = 0
+        """The optimizer's steps until now."""
+        self.is_lockstep = True
+        """Whether all workers stop after the same step; otherwise each stops after the one that it is in."""
+        self.last_step: int | None = None
+        """The step after which this worker has promised to stop, if it hears nothing of a later one."""
+        self.due_step: int | None = None
+        """The step after which all stop, once that is known."""
+        self._generation = 0
+        self._early: Prepare | None = None
+        """Has come before this worker has begun the generation that it speaks of."""
+        self._clock = clock
+        self._began_s = clock.now_s()
+        self._began_step = 0
+
+    @abc.abstractmethod
+    def send(self, message: UpMessage) -> None:
+        """Gives the coordinator a message; from any thread."""
+
+    @abc.abstractmethod
+    def receive(self, deadline: Deadline | None = None) -> DownMessage | None:
+        """Waits for the next message that is not answered by the link itself; None at the deadline."""
+
+    @abc.abstractmethod
+    def wait_until_due(self) -> None:
+        """Waits until it is known after which step all stop."""
+
+    def stepped(self, steps: int) -> None:
+        """Takes note of how many steps this worker has done."""
+        self.steps = steps
+
+    def begin(self, form: Form, steps: int) -> None:
+        """Begins a generation, after so many steps."""
+        self._generation = form.generation
+        self.trains_on(steps)
+        self.last_step = self.due_step = None
+        early, self._early = self._early, None
+        if early is not None:
+            self.handle(early)
+
+    def trains_on(self, steps: int) -> None:
+        """Takes note that training goes on now after so many steps, which this worker may have taken over."""
+        self.steps = self._began_step = steps
+        self._began_s = self._clock.now_s()
+
+    def handle(self, message: DownMessage) -> bool:
+        """Answers what needs no worker to stop for it; False for all else."""
+        match message:
+            case Prepare():
+                if message.generation == self._generation:
+                    # until then it hears where the others stop
+                    self.last_step = self.steps + (self.num_steps_in(HORIZON_S) if self.is_lockstep else 0)
+                    self.send(Reached(message.generation, self.last_step))
+                elif message.generation > self._generation:
+                    self._early = message
+            case MeetAt():
+                if message.generation == self._generation:
+                    self.due_step = message.step
+            case _:
+                return False
+        return True
+
+    def num_steps_in(self, seconds: float) -> int:
+        """Estimates how many steps this worker does in so long a time, by those of this generation."""
+        num_steps = self.steps - self._began_step
+        if num_steps < 1:
+            return 1  # nothing is known yet
+        step_s = max(1e-6, (self._clock.now_s() - self._began_s) / num_steps)
+        return max(1, math.ceil(seconds / step_s))
+
+
+def place_in(form: Form, number: int, rendezvous: Address | None = None) -> Placement:
+    """Gives a worker's place in a generation; `rendezvous` is an address that all machines reach."""
+    rank = form.rank_of(number)
+    local_rank, local_size = form.local_places(number)
+    machines = list(dict.fromkeys(place.machine for place in form.places))
+    return Placement(
+        rank,
+        len(form.places),
+        local_rank,
+        local_size,
+        "shoal run",
+        rendezvous,
+        machine=machines.index(form.places[rank].machine),
+    )
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:

@@ -15,10 +15,8 @@ its state in the memory of its machine, and the one that is started in its place
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import logging
-import math
 import os
 import queue
 import signal
@@ -32,16 +30,13 @@ from weakref import WeakMethod
 import msgspec
 
 from shoal.core import (
-    SYSTEM_CLOCK,
-    Address,
-    Clock,
     Deadline,
     DeadlineExceeded,
     PeerLost,
     Placement,
 )
 from shoal.core.elastic import (
-    HORIZON_S,
+    CoordinatorLink,
     DownMessage,
     Form,
     Formed,
@@ -50,10 +45,7 @@ from shoal.core.elastic import (
     Gathered,
     Leave,
     LeavingRun,
-    MeetAt,
     MessageReader,
-    Prepare,
-    Reached,
     UpMessage,
     Waiting,
     WorkerPlace,
@@ -75,86 +67,6 @@ _FIRST_FORMING_S, _LONGEST_FORMING_S = 3.0, 60.0
 """So long a group may take to form, doubled after each time that it did not."""
 _READ_BYTES = 1 << 16
 _MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
-
-
-class CoordinatorLink(abc.ABC):
-    """A worker's way to the coordinator of its run.
-
-    `steps` is written by the session after each step, and read wherever the link is asked when this worker
-    can stop: in a thread of its own, or in the turn of another simulated worker.
-    """
-
-    def __init__(self, number: int, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.number = number
-        self.steps = 0
-        """The optimizer's steps until now."""
-        self.is_lockstep = True
-        """Whether all workers stop after the same step; otherwise each stops after the one that it is in."""
-        self.last_step: int | None = None
-        """The step after which this worker has promised to stop, if it hears nothing of a later one."""
-        self.due_step: int | None = None
-        """The step after which all stop, once that is known."""
-        self._generation = 0
-        self._early: Prepare | None = None
-        """Has come before this worker has begun the generation that it speaks of."""
-        self._clock = clock
-        self._began_s = clock.now_s()
-        self._began_step = 0
-
-    @abc.abstractmethod
-    def send(self, message: UpMessage) -> None:
-        """Gives the coordinator a message; from any thread."""
-
-    @abc.abstractmethod
-    def receive(self, deadline: Deadline | None = None) -> DownMessage | None:
-        """Waits for the next message that is not answered by the link itself; None at the deadline."""
-
-    @abc.abstractmethod
-    def wait_until_due(self) -> None:
-        """Waits until it is known after which step all stop."""
-
-    def stepped(self, steps: int) -> None:
-        """Takes note of how many steps this worker has done."""
-        self.steps = steps
-
-    def begin(self, form: Form, steps: int) -> None:
-        """Begins a generation, after so many steps."""
-        self._generation = form.generation
-        self.trains_on(steps)
-        self.last_step = self.due_step = None
-        early, self._early = self._early, None
-        if early is not None:
-            self.handle(early)
-
-    def trains_on(self, steps: int) -> None:
-        """Takes note that training goes on now after so many steps, which this worker may have taken over."""
-        self.steps = self._began_step = steps
-        self._began_s = self._clock.now_s()
-
-    def handle(self, message: DownMessage) -> bool:
-        """Answers what needs no worker to stop for it; False for all else."""
-        match message:
-            case Prepare():
-                if message.generation == self._generation:
-                    # until then it hears where the others stop
-                    self.last_step = self.steps + (self.num_steps_in(HORIZON_S) if self.is_lockstep else 0)
-                    self.send(Reached(message.generation, self.last_step))
-                elif message.generation > self._generation:
-                    self._early = message
-            case MeetAt():
-                if message.generation == self._generation:
-                    self.due_step = message.step
-            case _:
-                return False
-        return True
-
-    def num_steps_in(self, seconds: float) -> int:
-        """Estimates how many steps this worker does in so long a time, by those of this generation."""
-        num_steps = self.steps - self._began_step
-        if num_steps < 1:
-            return 1  # nothing is known yet
-        step_s = max(1e-6, (self._clock.now_s() - self._began_s) / num_steps)
-        return max(1, math.ceil(seconds / step_s))
 
 
 class LauncherLink(CoordinatorLink):
@@ -371,22 +283,6 @@ def elastic_of(group: Group | None) -> ElasticGroup | None:
     while group is not None and not isinstance(group, ElasticGroup):
         group = getattr(group, "inner", None)
     return group
-
-
-def place_in(form: Form, number: int, rendezvous: Address | None = None) -> Placement:
-    """Gives a worker's place in a generation; `rendezvous` is an address that all machines reach."""
-    rank = form.rank_of(number)
-    local_rank, local_size = form.local_places(number)
-    machines = list(dict.fromkeys(place.machine for place in form.places))
-    return Placement(
-        rank,
-        len(form.places),
-        local_rank,
-        local_size,
-        "shoal run",
-        rendezvous,
-        machine=machines.index(form.places[rank].machine),
-    )
 
 
 def _no_launcher() -> PeerLost:

@@ -27,7 +27,7 @@ import msgspec
 
 from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.core.board import name_of_run
-from shoal.core.elastic import Form, LeavingRun
+from shoal.core.elastic import Form, LeavingRun, place_in
 from shoal.core.errors import PeerError
 from shoal.core.identity import Identity
 from shoal.core.placement import torchrun_attempt
@@ -41,7 +41,7 @@ from shoal.core.run_options import (
 )
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group, GroupSettings, GroupStats
-from shoal.group.elastic import ElasticGroup, LauncherLink, open_restarted, place_in
+from shoal.group.elastic import ElasticGroup, LauncherLink, open_restarted
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from shoal.core import Address, Deadline
-from shoal.core.elastic import Coordinator, DownMessage, Form, UpMessage
+from shoal.core.elastic import Coordinator, CoordinatorLink, DownMessage, Form, UpMessage
 from shoal.core.turns import Turn, Turns
 from shoal.group.base import Group, Loss
-from shoal.group.elastic import CoordinatorLink, ElasticGroup
+from shoal.group.elastic import ElasticGroup
 from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup
 from shoal.group.wrappers import check_script

@@ -1,9 +1,10 @@
 """Tensors on their way between workers of different machines: a mailbox, and the connections that carry them.
 
 Each worker that has something for another makes one connection to it, and a thread sends over it; the other
-side receives in a thread. Blocking sockets copy without the interpreter's lock, straight out of the memory
-where a tensor lies and into the memory where it was asked for. A frame is a head, the tensor's key and its
-bytes; a connection goes one way, so that nothing but this is ever read from it (`wire`).
+side receives in a thread (`transport.streams.one_way`), straight into the memory where a tensor was asked
+for. A frame is a head, the tensor's key and its bytes; a connection goes one way, so that nothing but this is
+ever read from it. Both sides prove who they are: by TLS 1.3 where tensors are encrypted, through which a key
+goes for all that follows, and elsewhere by a keyed hash, which shows that each knows the key of the run.
 
 What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
 finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
@@ -15,14 +16,17 @@ operations that their receiver has begun, too. Mailbox and handles are for any t
 from __future__ import annotations
 
 import collections
+import hmac
 import logging
 import queue
+import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -35,14 +39,16 @@ from shoal.core import (
     DeadlineExceeded,
     PeerId,
     PeerLost,
+    PeerRefused,
     ShoalError,
     TensorError,
 )
 from shoal.core.loop import ByteThreads
 from shoal.group.base import Handle
-from shoal.group.cluster.wire import NOTHING, Handshake, Wire
 from shoal.tensors.memory import copy_into, tensor_over
-from shoal.transport import BufferPool, byte_view
+from shoal.transport import BufferPool, Membership, byte_view
+from shoal.transport.streams.one_way import KEY_BYTES, OneWayConnection, prepare, read_exactly
+from shoal.transport.trust.tls import peer_id_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -50,7 +56,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
-_CONNECTING_S, _AGAIN_S = 60.0, 0.2
+_CONNECTING_S, _AGAIN_S, _GREETING_S = 60.0, 0.2, 10.0
+_MAGIC = b"SHLK\x01"
+_NONCE_BYTES, _PROOF_BYTES = 16, 32
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
+_NOTHING = memoryview(b"")
 _HEAD = struct.Struct("<BxHxxxxQ")
 """The kind of a frame, the length of its key, and the tensor's bytes, or those for which there is room."""
 _TENSOR, _BOUNDED, _ROOM = 1, 2, 3
@@ -268,7 +278,7 @@ class Mailbox:
 class Sending(MeshHandle[None]):
     """One frame to be sent, which is done when it has left; its memory must not be written until then."""
 
-    def __init__(self, kind: int, size_bytes: int, key: bytes = b"", view: memoryview = NOTHING) -> None:
+    def __init__(self, kind: int, size_bytes: int, key: bytes = b"", view: memoryview = _NOTHING) -> None:
         super().__init__("sending a tensor")
         self.kind = kind
         self.head = _HEAD.pack(kind, len(key), size_bytes) + key
@@ -296,12 +306,12 @@ class _Link:
         self._queue: deque[Sending] = deque()
         self._without_room: deque[Sending] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._outgoing: Wire | None = None
-        self._incoming: Wire | None = None
+        self._outgoing: OneWayConnection | None = None
+        self._incoming: OneWayConnection | None = None
         self._has_thread = False
         self._is_busy = True
         """Whether somebody is sending what is in the queue, and will look at it again."""
-        self._rest = NOTHING
+        self._rest = _NOTHING
         """What is left of the first one in the queue, where some of it has left."""
         self._error: PeerLost | None = None
         """Why nothing more is sent."""
@@ -363,7 +373,7 @@ class _Link:
         is_alone = self._unclaimed_bytes <= self.room_bytes // _ROOM_PARTS
         return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self.room_bytes
 
-    def serve(self, wire: Wire) -> None:
+    def serve(self, wire: OneWayConnection) -> None:
         """Sends all that comes, until it is closed."""
         with self.lock:
             self._outgoing = wire
@@ -371,21 +381,21 @@ class _Link:
             while (sending := self._next()) is not None:
                 if len(self._rest):
                     wire.socket.sendall(self._rest)
-                    self._rest = NOTHING
+                    self._rest = _NOTHING
                 else:
                     wire.send(sending.head, sending.view)
                 self._left(sending)
             self._on_empty()
             self._wakes.get()
 
-    def take_from(self, wire: Wire) -> bool:
+    def take_from(self, wire: OneWayConnection) -> bool:
         """Receives by this connection from now on; False when nothing is received any more."""
         with self.lock:
             if not self._is_cut:
                 self._incoming = wire
             return not self._is_cut
 
-    def is_taking(self, wire: Wire) -> bool:
+    def is_taking(self, wire: OneWayConnection) -> bool:
         """Tells whether what comes by a connection counts: it does not when its sender was given up."""
         return self._incoming is wire
 
@@ -422,7 +432,7 @@ class _Link:
             self.sent_bytes += len(sending.head) - _HEAD.size + sending.view.nbytes
             if self._queue and self._queue[0] is sending:
                 self._queue.popleft()
-        sending.view = NOTHING
+        sending.view = _NOTHING
         sending.finish(None)
 
     def _send_now(self, sending: Sending) -> bool:
@@ -440,6 +450,79 @@ class _Link:
             return False
         self._left(sending)
         return self._next() is None
+
+
+class Handshake:
+    """How one worker proves who it is, and who the other is, when they connect.
+
+    `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is
+    connected to. With a `membership` both compare the other's id by TLS 1.3, and all tensors are encrypted.
+    """
+
+    def __init__(self, rank: int, key: bytes, membership: Membership | None) -> None:
+        self.rank = rank
+        self._key = key
+        self._membership = membership
+
+    def dial(self, rank: int, address: Address, peer_id: PeerId | None) -> OneWayConnection:
+        """Connects with a rank; PeerRefused where somebody else answers, OSError where nobody does."""
+        connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
+        try:
+            prepare(connected)
+            key = None
+            if self._membership is not None:
+                tls = self._membership.client_tls().wrap_socket(connected)
+                connected = tls
+                if peer_id is not None and _id_of(tls) != peer_id:
+                    raise PeerRefused(f"{address} is another peer than the one that was told.")
+                key = secrets.token_bytes(KEY_BYTES)
+                tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
+                connected = _without_tls(tls)
+            else:
+                mine = secrets.token_bytes(_NONCE_BYTES)
+                connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
+                answer = read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
+                nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, rank, nonces)):
+                    raise PeerRefused(f"{address} is not of this run.")
+                connected.sendall(self._proof(b"caller", self.rank, rank, nonces))
+            connected.settimeout(None)
+        except BaseException:
+            connected.close()
+            raise
+        return OneWayConnection(connected, key)
+
+    def admit(
+        self, connected: socket.socket, ids: Mapping[int, PeerId | None]
+    ) -> tuple[int, OneWayConnection]:
+        """Finds out which of some ranks has connected; PeerRefused when it does not prove it."""
+        connected.settimeout(_GREETING_S)
+        prepare(connected)
+        key = None
+        if self._membership is not None:
+            tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
+            try:
+                rank, _ = _read_hello(tls, ids)
+                key = read_exactly(tls, KEY_BYTES)
+                if ids[rank] is not None and _id_of(tls) != ids[rank]:
+                    raise PeerRefused(f"it is not rank {rank}.")
+                connected = _without_tls(tls)
+            except BaseException:
+                tls.close()
+                raise
+        else:
+            rank, theirs = _read_hello(connected, ids)
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            connected.sendall(mine + self._proof(b"callee", rank, self.rank, theirs + mine))
+            proof = read_exactly(connected, _PROOF_BYTES)
+            if not hmac.compare_digest(proof, self._proof(b"caller", rank, self.rank, theirs + mine)):
+                raise PeerRefused("it does not know the key of this run.")
+        connected.settimeout(None)
+        return rank, OneWayConnection(connected, key)
+
+    def _proof(self, role: bytes, caller: int, callee: int, nonces: bytes) -> bytes:
+        ranks = caller.to_bytes(4, "little") + callee.to_bytes(4, "little")
+        return hmac.digest(self._key, role + ranks + nonces, "sha256")
 
 
 class TensorLinks:
@@ -545,7 +628,7 @@ class TensorLinks:
         finally:
             wire.close()
 
-    def _take(self, link: _Link, wire: Wire) -> bool:
+    def _take(self, link: _Link, wire: OneWayConnection) -> bool:
         """Receives one frame; False at the end of the connection."""
         head = bytearray(_HEAD.size)
         if not wire.fill(memoryview(head), is_first=True):
@@ -605,6 +688,27 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def view_of(flat: torch.Tensor) -> memoryview:
     """Gives the memory of a flat uint8 tensor."""
     return byte_view(cast("Buffer", flat.numpy()))
+
+
+def _read_hello(connected: socket.socket, ids: Collection[int]) -> tuple[int, bytes]:
+    magic, rank, nonce = _HELLO.unpack(read_exactly(connected, _HELLO.size))
+    if magic != _MAGIC or rank not in ids:
+        raise PeerRefused("it is no worker of another machine, or speaks another version.")
+    return rank, nonce
+
+
+def _id_of(connected: ssl.SSLSocket) -> PeerId | None:
+    certificate = connected.getpeercert(binary_form=True)
+    return None if certificate is None else peer_id_of(certificate)
+
+
+def _without_tls(connected: ssl.SSLSocket) -> socket.socket:
+    """Ends TLS on a connection, on both sides, and gives it for what comes after."""
+    connected.unwrap()
+    timeout_s = connected.gettimeout()
+    plain = socket.socket(fileno=connected.detach())
+    plain.settimeout(timeout_s)
+    return plain
 
 
 def _gone(rank: int) -> PeerLost:

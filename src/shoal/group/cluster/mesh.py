@@ -41,6 +41,7 @@ from shoal.core.run_options import SILENCE_S
 from shoal.group.base import Loss
 from shoal.group.cluster.links import (
     Delivery,
+    Handshake,
     Key,
     Mailbox,
     MeshHandle,
@@ -50,7 +51,6 @@ from shoal.group.cluster.links import (
 )
 from shoal.group.cluster.members import Departure, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK
-from shoal.group.cluster.wire import Handshake
 from shoal.transport import (
     Allocate,
     Head,

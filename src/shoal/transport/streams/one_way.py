@@ -1,40 +1,32 @@
-"""A connection that carries tensors one way between workers of different machines.
+"""A connection over a blocking socket, for threads that do nothing but move large buffers one way.
 
-Both sides prove who they are. Where tensors are encrypted, they do so by TLS 1.3, through which a new key
-goes, and then seal all that follows with AES-256-GCM: records of TLS itself are of 16 KB, and with a call of
-Python for each of them all took twice as long. Elsewhere each proves by a keyed hash that it knows the key of
-the run.
+Blocking sockets copy without the interpreter's lock, straight out of the memory where something lies and into
+the memory where it belongs. What goes over the connection may be sealed with AES-256-GCM: records of TLS
+itself are of 16 KB, and with a call of Python for each of them all took twice as long.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import socket
 import ssl
 import struct
-from collections.abc import Collection, Mapping
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shoal.core import Address, PeerId, PeerRefused, TensorError
+from shoal.core.errors import TensorError
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.transport import Membership
-from shoal.transport.trust.tls import peer_id_of
 
-_CONNECTING_S, _GREETING_S = 60.0, 10.0
-NOTHING = memoryview(b"")
+_NOTHING = memoryview(b"")
 _NOW_BYTES = 1 << 20
-"""Up to this size a tensor leaves in the thread that sends it, if nothing is before it."""
+"""Up to this size a buffer leaves in the thread that sends it, if nothing is before it."""
 _JOINED_BYTES = 64 << 10
-"""Up to this size a tensor is copied behind its head, so that both leave at once."""
-_MAGIC = b"SHLK\x01"
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
-_RECORD_BYTES, _TAG_BYTES, _KEY_BYTES = 512 << 10, 16, 32
+"""Up to this size a buffer is copied behind its head, so that both leave at once."""
+_RECORD_BYTES, _TAG_BYTES = 512 << 10, 16
 """Sealed records are this long at most: Python does not count any more, and caches still hold them."""
+KEY_BYTES = 32
+"""The length of a key by which a connection is sealed."""
 _RECORD_HEAD = struct.Struct("<I")
 _CAN_SEAL_INTO = hasattr(AESGCM, "encrypt_into")
 _FAST_BYTES_PER_US = 5000
@@ -46,78 +38,7 @@ _RTT_OFFSET = 68
 """Of `tcpi_rtt`, microseconds, in Linux's `struct tcp_info`."""
 
 
-class Handshake:
-    """How one worker proves who it is, and who the other is, when they connect.
-
-    `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is
-    connected to. With a `membership` both compare the other's id by TLS 1.3, and all tensors are encrypted.
-    """
-
-    def __init__(self, rank: int, key: bytes, membership: Membership | None) -> None:
-        self.rank = rank
-        self._key = key
-        self._membership = membership
-
-    def dial(self, rank: int, address: Address, peer_id: PeerId | None) -> Wire:
-        """Connects with a rank; PeerRefused where somebody else answers, OSError where nobody does."""
-        connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
-        try:
-            _prepare(connected)
-            key = None
-            if self._membership is not None:
-                tls = self._membership.client_tls().wrap_socket(connected)
-                connected = tls
-                if peer_id is not None and _id_of(tls) != peer_id:
-                    raise PeerRefused(f"{address} is another peer than the one that was told.")
-                key = secrets.token_bytes(_KEY_BYTES)
-                tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
-                connected = _without_tls(tls)
-            else:
-                mine = secrets.token_bytes(_NONCE_BYTES)
-                connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
-                answer = _read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
-                nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, rank, nonces)):
-                    raise PeerRefused(f"{address} is not of this run.")
-                connected.sendall(self._proof(b"caller", self.rank, rank, nonces))
-            connected.settimeout(None)
-        except BaseException:
-            connected.close()
-            raise
-        return Wire(connected, key)
-
-    def admit(self, connected: socket.socket, ids: Mapping[int, PeerId | None]) -> tuple[int, Wire]:
-        """Finds out which of some ranks has connected; PeerRefused when it does not prove it."""
-        connected.settimeout(_GREETING_S)
-        _prepare(connected)
-        key = None
-        if self._membership is not None:
-            tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
-            try:
-                rank, _ = _read_hello(tls, ids)
-                key = _read_exactly(tls, _KEY_BYTES)
-                if ids[rank] is not None and _id_of(tls) != ids[rank]:
-                    raise PeerRefused(f"it is not rank {rank}.")
-                connected = _without_tls(tls)
-            except BaseException:
-                tls.close()
-                raise
-        else:
-            rank, theirs = _read_hello(connected, ids)
-            mine = secrets.token_bytes(_NONCE_BYTES)
-            connected.sendall(mine + self._proof(b"callee", rank, self.rank, theirs + mine))
-            proof = _read_exactly(connected, _PROOF_BYTES)
-            if not hmac.compare_digest(proof, self._proof(b"caller", rank, self.rank, theirs + mine)):
-                raise PeerRefused("it does not know the key of this run.")
-        connected.settimeout(None)
-        return rank, Wire(connected, key)
-
-    def _proof(self, role: bytes, caller: int, callee: int, nonces: bytes) -> bytes:
-        ranks = caller.to_bytes(4, "little") + callee.to_bytes(4, "little")
-        return hmac.digest(self._key, role + ranks + nonces, "sha256")
-
-
-class Wire:
+class OneWayConnection:
     """One connection, over which bytes go as they are, or sealed with a key of its own.
 
     Sealed are records of AES-256-GCM, each with its length before it; their number is the nonce.
@@ -130,7 +51,7 @@ class Wire:
         self._record = memoryview(
             bytearray(0 if key is None else _RECORD_HEAD.size + _RECORD_BYTES + _TAG_BYTES)
         )
-        self._opened = NOTHING
+        self._opened = _NOTHING
         """What is left of the last record that has come."""
         close_in_children(connected.fileno())
 
@@ -165,11 +86,11 @@ class Wire:
     def fill(self, view: memoryview, *, is_first: bool = False) -> bool:
         """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
         if self._cipher is None:
-            return _fill(self.socket, view, is_first=is_first)
+            return fill(self.socket, view, is_first=is_first)
         while len(view):
             if not len(self._opened):
                 head = self._record[: _RECORD_HEAD.size]
-                if not _fill(self.socket, head, is_first=is_first):
+                if not fill(self.socket, head, is_first=is_first):
                     return False
                 taken = self._open(view)
             else:
@@ -215,7 +136,7 @@ class Wire:
         if not _TAG_BYTES < size_bytes <= _RECORD_BYTES + _TAG_BYTES:
             raise TensorError(f"a record of {size_bytes} bytes came")
         sealed = self._record[_RECORD_HEAD.size : _RECORD_HEAD.size + size_bytes]
-        _fill(self.socket, sealed)
+        fill(self.socket, sealed)
         num_bytes = int(size_bytes) - _TAG_BYTES
         try:
             if _CAN_SEAL_INTO and num_bytes <= len(view):
@@ -227,14 +148,8 @@ class Wire:
         return 0
 
 
-def _read_hello(connected: socket.socket, ids: Collection[int]) -> tuple[int, bytes]:
-    magic, rank, nonce = _HELLO.unpack(_read_exactly(connected, _HELLO.size))
-    if magic != _MAGIC or rank not in ids:
-        raise PeerRefused("it is no worker of another machine, or speaks another version.")
-    return rank, nonce
-
-
-def _prepare(connected: socket.socket) -> None:
+def prepare(connected: socket.socket) -> None:
+    """Sets a connected socket up for large buffers, by what connecting has shown of the network's delay."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     buffer_bytes = _round_trip_us(connected) * _FAST_BYTES_PER_US
@@ -253,7 +168,7 @@ def _round_trip_us(connected: socket.socket) -> int:
     return 0
 
 
-def _fill(connected: socket.socket, view: memoryview, *, is_first: bool = False) -> bool:
+def fill(connected: socket.socket, view: memoryview, *, is_first: bool = False) -> bool:
     """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
     flags = (socket.MSG_WAITALL,) if not isinstance(connected, ssl.SSLSocket) else ()
     while len(view):
@@ -266,21 +181,8 @@ def _fill(connected: socket.socket, view: memoryview, *, is_first: bool = False)
     return True
 
 
-def _read_exactly(connected: socket.socket, num_bytes: int) -> bytes:
+def read_exactly(connected: socket.socket, num_bytes: int) -> bytes:
+    """Receives so many bytes."""
     memory = bytearray(num_bytes)
-    _fill(connected, memoryview(memory))
+    fill(connected, memoryview(memory))
     return bytes(memory)
-
-
-def _id_of(connected: ssl.SSLSocket) -> PeerId | None:
-    certificate = connected.getpeercert(binary_form=True)
-    return None if certificate is None else peer_id_of(certificate)
-
-
-def _without_tls(connected: ssl.SSLSocket) -> socket.socket:
-    """Ends TLS on a connection, on both sides, and gives it for what comes after."""
-    connected.unwrap()
-    timeout_s = connected.gettimeout()
-    plain = socket.socket(fileno=connected.detach())
-    plain.settimeout(timeout_s)
-    return plain
