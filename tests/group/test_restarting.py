@@ -89,7 +89,7 @@ def test_a_damaged_state_is_left_out(tmp_path, caplog):
 
 
 def test_what_a_run_has_left_that_is_over_is_removed_by_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.group.elastic._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("shoal.tensors.restart_memory._SHARED_MEMORY", tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         names = [
             f"shoal-restart-{_machine()}.{pid}.{started(pid)}-01234567-0" for pid in (other.pid, os.getpid())
