@@ -21,11 +21,10 @@ import msgspec
 
 from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, Clock, board
-from shoal.core.board import Pin, Sighting, name_of_run
+from shoal.core.board import Pin, Sighting
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
-from shoal.core.limits import FailureBackoff
 from shoal.core.processes import boot_id, namespace
-from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
+from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.protocol import (
@@ -33,9 +32,7 @@ from shoal.launch.protocol import (
     AgentChannel,
     AgentHello,
     Beat,
-    HostLeaves,
     JobFailed,
-    LinkData,
     OfWorker,
     Post,
     Seen,
@@ -44,7 +41,6 @@ from shoal.launch.protocol import (
     WorkerJob,
 )
 from shoal.launch.settings import (
-    JOINING_VARIABLE,
     LaunchSettings,
     Meeting,
     free_port,
@@ -59,8 +55,6 @@ FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PY
 """Variables of the head that begin so reach the workers of other machines; more by `-x NAME`."""
 _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 """What would be wrong there."""
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-"""A lost host is tried to be reached again after so long, doubled after each time in vain."""
 _ANSWER_S = 15.0
 """A host that is tried again, or that has come by itself, has so long to answer."""
 
@@ -106,7 +100,7 @@ class Copies:
         self._pins.clear()
 
 
-@dataclass
+@dataclass(eq=False)
 class AgentHandle:
     """One agent as the head sees it: where it is, what it has answered, and its workers."""
 
@@ -129,8 +123,6 @@ class AgentHandle:
     """What to add to its clock to have this machine's, but for the time that its answer took."""
     error: ShoalError | None = None
     """Why it cannot take part."""
-    should_retry: bool = False
-    """Whether its host, which is lost, is to be tried again."""
     num_processes: int = 0
     """How many workers and servers it gets."""
     workers: list[Worker] = field(default_factory=list)
@@ -153,14 +145,9 @@ class AgentHandle:
         return [worker for worker in self.workers if worker.is_alive]
 
     @property
-    def can_take(self) -> bool:
-        """Whether it is there, and may get workers."""
-        return not self.is_lost and not self.is_leaving
-
-    @property
     def num_free(self) -> int:
-        """How many more workers there is room for on it."""
-        return self.slots - len(self.alive)
+        """How many more workers it can get; none once it is lost, or leaves."""
+        return 0 if self.is_lost or self.is_leaving else self.slots - len(self.alive)
 
     @property
     def is_awaited(self) -> bool:
@@ -268,7 +255,7 @@ class Gathering:
         if not should_keep:
             return [agent for agent in self.present if agent.num_processes > 0]
         for agent, _ in self.absent:
-            agent.is_lost = agent.should_retry = True
+            agent.is_lost = True
             agent.channel.abandon()
         return [*self.present, *(agent for agent, _ in self.absent)]
 
@@ -327,32 +314,16 @@ class RunWorkers:
     """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
 
     A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
-    An elastic run tries to reach it again by its engine.
     """
 
-    def __init__(
-        self,
-        settings: LaunchSettings,
-        agents: Sequence[AgentHandle],
-        output: Output,
-        engine: Engine | None = None,
-    ) -> None:
+    _watches_idle_hosts = False
+    """Whether a host is missed that has no worker."""
+
+    def __init__(self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output) -> None:
         self.all: list[Worker] = []
-        self.said: list[tuple[int, bytes]] = []
-        """What workers of an elastic run have said to its coordinator: whose, and the bytes."""
-        self.arrived: list[AgentHandle] = []
-        """Agents that have come to an elastic run, or come back, and that nobody has looked at yet."""
         self._settings = settings
         self._output = output
         self._agents = list(agents)
-        self._engine = engine if settings.elastic.is_live else None
-        self._backoff = FailureBackoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        """By machine: when a lost one is tried again."""
-        self._coming: list[tuple[AgentHandle, AgentHandle | None, float]] = []
-        """Agents that have not answered yet, in the place of which lost one, and since when."""
-        self._num_to_ask = 0
-        """How many more agents the engine is to be asked for."""
-        self._machine_numbers: dict[str, int] = {}
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
@@ -366,98 +337,6 @@ class RunWorkers:
             agent.heard_s = SYSTEM_CLOCK.now_s()
             self._give(agent, posts)
 
-    def expect(self, agent: AgentHandle, now_s: float, lost: AgentHandle | None = None) -> None:
-        """Wait for the answer of an agent whose host has come, or of another one on a lost host."""
-        self._coming.append((agent, lost, now_s))
-
-    def _admit(self, agent: AgentHandle) -> None:
-        # a machine may have several agents, whose workers may be alive
-        lost = [place for place, other in enumerate(self._agents) if other.is_lost]
-        place = next((place for place in lost if self._agents[place].machine == agent.machine), None)
-        if place is None:
-            self._agents.append(agent)
-        else:
-            self._agents[place] = agent
-        agent.heard_s = SYSTEM_CLOCK.now_s()
-        agent.channel.send(Beat(self._is_held))
-        self._backoff.answered(agent.machine)
-        self.arrived.append(agent)
-
-    @property
-    def leaving(self) -> list[AgentHandle]:
-        """The agents whose hosts want to leave."""
-        return [agent for agent in self._agents if agent.is_leaving and not agent.is_lost]
-
-    def dismiss(self, agent: AgentHandle) -> None:
-        """Let a host go whose workers have all ended."""
-        agent.is_lost = True
-        agent.copies.close()
-        agent.channel.close()
-
-    @property
-    def can_grow(self) -> bool:
-        """Whether agents can be had beyond those that are there."""
-        return self._engine is not None and self._engine.can_grow
-
-    def grow(self, num_agents: int) -> None:
-        """Have the engine give so many agents more, as soon as it can; those under way count."""
-        num_retried = sum(agent.should_retry for agent in self._agents)
-        self._num_to_ask = max(0, num_agents - num_retried - len(self._coming))
-
-    @property
-    def num_free(self) -> int:
-        """How many more workers the hosts that are there can take."""
-        return sum(agent.num_free for agent in self._agents if agent.can_take)
-
-    def add(self, where: AgentHandle | None = None) -> Worker | None:
-        """Start one more worker, by default on the agent with the most free slots; None without a slot."""
-        agents = [agent for agent in self._agents if agent.can_take and agent.num_free > 0]
-        if where is not None:
-            agents = [agent for agent in agents if agent is where]
-        if not agents:
-            return None
-        agent = max(agents, key=lambda agent: agent.num_free)
-        number, machine = len(self.all), self.machine_of(agent)
-        here = [worker for other in self._agents if other.machine == agent.machine for worker in other.alive]
-        taken = [worker.local_rank for worker in here]
-        local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        rank = sum(worker.is_alive for worker in self.all)
-        own = variables_of_one(self._settings.env, rank, local_rank, max(local_rank, len(here)) + 1, machine)
-        own |= {"SHOAL_WORLD_SIZE": str(max(rank, local_rank, len(here)) + 1), JOINING_VARIABLE: "1"}
-        self._logs.add(number)
-        try:
-            self._give(agent, [Post(number, own)])
-        except ShoalError as error:  # of a child of this process
-            self._output.say(error.what)
-            self.all[number].lose(SYSTEM_CLOCK.now_s())
-            return None
-        return self.all[number]
-
-    def machine_of(self, agent: AgentHandle) -> int:
-        """Return the number of an agent's machine."""
-        for other in (*self._agents, agent):
-            self._machine_numbers.setdefault(other.machine, len(self._machine_numbers))
-        return self._machine_numbers[agent.machine]
-
-    @property
-    def machines(self) -> dict[int, int]:
-        """By number of the worker: that of its machine."""
-        return {worker.rank: self.machine_of(agent) for agent in self._agents for worker in agent.workers}
-
-    @property
-    def addresses(self) -> dict[int, str]:
-        """By number of the machine: the address by which the others reach it, where that is known."""
-        there = [agent for agent in self._agents if agent.hello is not None and not agent.is_lost]
-        if len({agent.machine for agent in there}) < 2:
-            return {}
-        found = {self.machine_of(agent): _outward_address(agent, there) for agent in there}
-        return {machine: address for machine, address in found.items() if _is_outward(address)}
-
-    @property
-    def run_name(self) -> str:
-        """Return the name of the run, as `shoal top` shows it; known once it has started."""
-        return name_of_run(self._shared[RUN_ID_VARIABLE])
-
     @property
     def shifts_s(self) -> dict[int, float]:
         """By rank, what to add to the clock of its machine to have this one's."""
@@ -468,9 +347,8 @@ class RunWorkers:
         if is_full != self._is_held:
             self._is_held = is_full
             self._beat()
-        agents = [agent for agent in self._agents if not agent.is_lost]
-        agents += [agent for agent, _, _ in self._coming]
-        return [one for agent in agents for one in agent.channel.interests()]
+        there = [agent for agent in self._agents if not agent.is_lost]
+        return [one for agent in there for one in agent.channel.interests()]
 
     def look(self, now_s: float) -> None:
         """Take what agents tell, and give up hosts that tell nothing."""
@@ -480,50 +358,10 @@ class RunWorkers:
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._beat()
-        for agent in self._agents if self._engine is not None else ():
-            if agent.should_retry and not self._backoff.is_paused(agent.machine, now_s):
-                self._reopen(agent, now_s)
-        while self._num_to_ask and self._engine is not None and not self._backoff.is_paused("", now_s):
-            self._num_to_ask -= 1
-            try:
-                self.expect(self._engine.grow(), now_s)
-            except ShoalError as error:
-                self._output.say(error.what)
-        limit_s = _ANSWER_S if self._engine is None else self._engine.answer_s
-        for coming in list(self._coming):
-            if hear_hello(coming[0], now_s, coming[2], limit_s):
-                self._coming.remove(coming)
-                self._welcome(*coming[:2], now_s)
 
-    def _reopen(self, lost: AgentHandle, now_s: float) -> None:
-        assert self._engine is not None, "no elastic run"
-        lost.should_retry = False
-        try:
-            agent = self._engine.reopen(lost)
-        except ShoalError as error:
-            self._output.say(f"{lost.host} is not tried again: {error.what}")
-            return
-        if agent is not None:
-            self.expect(agent, now_s, lost)
-
-    def _welcome(self, agent: AgentHandle, lost: AgentHandle | None, now_s: float) -> None:
-        """Take in an agent that has answered; one that cannot take part on a lost host is tried again."""
-        if agent.error is None:
-            is_back = lost is not None and lost.machine == agent.machine
-            joined = "is back" if is_back else f"has joined with {agent.slots} slot{'s' * (agent.slots > 1)}"
-            self._output.say(f"{agent.host} {joined}")
-            if lost is not None:
-                self._backoff.answered(lost.machine)
-            self._admit(agent)
-            return
-        agent.channel.abandon()
-        if lost is None and not agent.has_joined:
-            self._num_to_ask += 1
-            self._pause("", now_s)
-        elif lost is None:
-            self._output.say(f"{agent.host} cannot join: {agent.error.what}")
-        else:
-            self._retry_later(lost, now_s)
+    def change(self, now_s: float) -> str:
+        """Let the run grow or shrink, where it can; return why it cannot go on, or nothing."""
+        return ""
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
@@ -541,8 +379,6 @@ class RunWorkers:
             if worker.is_alive and not worker.is_done:
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
-        for agent, _, _ in self._coming:
-            agent.channel.abandon()
         for agent in self._agents:
             agent.copies.close()
             agent.channel.hang_up()
@@ -587,7 +423,7 @@ class RunWorkers:
         except ProtocolError as error:
             self._lose(agent, now_s, error.what)
             return
-        is_watched = self._settings.elastic.is_live and bool(agent.host) and not agent.is_lost
+        is_watched = self._watches_idle_hosts and bool(agent.host) and not agent.is_lost
         if not agent.is_awaited and not is_watched:
             return
         if not agent.channel.is_open:
@@ -598,44 +434,24 @@ class RunWorkers:
     def _take(self, agent: AgentHandle, message: Up, now_s: float) -> None:
         if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
-            if self._settings.elastic.is_live and any(worker.told.phase for worker in self.all):
-                self._output.say(f"cannot start {name_ranks(message.ranks, self._settings.word)}. {what}")
-                for rank in message.ranks:
-                    self.all[rank].lose(now_s)
-                return
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
-        if isinstance(message, HostLeaves):
-            agent.is_leaving = True
-        elif isinstance(message, TimelinePart):
+        if isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             agent.copies.take(message.sightings, agent.host)
-        elif isinstance(message, LinkData):
-            self.said.append((message.rank, message.data))
         elif isinstance(message, OfWorker):
             self.all[message.rank].take(message, now_s)
 
-    def _lose(self, agent: AgentHandle, now_s: float, why: str, *, can_retry: bool = True) -> None:
+    def _lose(self, agent: AgentHandle, now_s: float, why: str) -> None:
         agent.is_lost = True
         agent.copies.close()
-        alive = [worker.rank for worker in agent.workers if worker.is_alive]
-        if alive or self._settings.elastic.is_live:
+        alive = [worker.rank for worker in agent.alive]
+        if alive or self._watches_idle_hosts:
             whom = f" with {name_ranks(alive, self._settings.word)}" if alive else ""
             self._output.say(f"{agent.host} is lost{whom}: {why}")
         for worker in agent.workers:
             worker.lose(now_s)
         agent.channel.abandon()
-        if can_retry and not agent.has_joined:
-            self._retry_later(agent, now_s)
-
-    def _retry_later(self, lost: AgentHandle, now_s: float) -> None:
-        lost.should_retry = True
-        self._pause(lost.machine, now_s)
-
-    def _pause(self, machine: str, now_s: float) -> None:
-        """Try a machine later; several of its agents that fail at once have failed once."""
-        if not self._backoff.is_paused(machine, now_s):
-            self._backoff.failed(machine, now_s)
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
@@ -676,20 +492,20 @@ def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
                 )
         address = next(iter(first.hello.addresses.get(interface, ())), interface)
     else:
-        address = "127.0.0.1" if num_machines == 1 else _outward_address(first, agents)
+        address = "127.0.0.1" if num_machines == 1 else outward_address(first, agents)
     return Meeting(address, first.hello.free_port, num_machines)
 
 
-def _outward_address(agent: AgentHandle, agents: Sequence[AgentHandle]) -> str:
+def outward_address(agent: AgentHandle, agents: Sequence[AgentHandle]) -> str:
     """Return the address by which the machines of the others reach that of an agent."""
     hello = agent.hello
     assert hello is not None
-    own = [address for found in hello.addresses.values() for address in found if _is_outward(address)]
+    own = [address for found in hello.addresses.values() for address in found if is_outward(address)]
     # by ssh this is the way to a machine that is known to work
     told = [agent.address, hello.reached_at]
     told += [other.hello.head_address for other in agents if other.hello and not hello.reached_at]
     for address in told:
-        if address and _is_outward(address) and (address in own or not own):
+        if address and is_outward(address) and (address in own or not own):
             return address
     return next((address for address in [*own, *told] if address), "127.0.0.1")
 
@@ -701,6 +517,7 @@ def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
         return None
 
 
-def _is_outward(address: str) -> bool:
+def is_outward(address: str) -> bool:
+    """Whether other machines may reach something by that address."""
     found = _parse_address(address.partition("%")[0])
     return found is None or not (found.is_loopback or found.is_link_local)

@@ -107,9 +107,10 @@ class _RestartingRun:
             chosen = gathering.choose(num_workers + num_servers, should_keep=is_live)
             if is_restart:
                 self._tell_restart(settings, chosen)
-            run = RunWorkers(settings, chosen, self._output, self._engine)
-            live = LiveRun(settings, run, self._output.say, num_wanted) if is_live else None
-            return Launcher(settings, self._output, run, self._inbox, live).run(self._started_s)
+            run = RunWorkers(settings, chosen, self._output)
+            if is_live:
+                run = LiveRun(settings, chosen, self._output, self._engine, num_wanted)
+            return Launcher(settings, self._output, run, self._inbox).run(self._started_s)
 
     def _tell_restart(self, settings: LaunchSettings, chosen: Sequence[AgentHandle]) -> None:
         *others, last = dict.fromkeys(agent.host for agent in chosen)
@@ -133,7 +134,6 @@ class Launcher:
         output: Output,
         run: RunWorkers,
         inbox: SignalInbox,
-        live: LiveRun | None = None,
     ) -> None:
         self._settings = settings
         self._output = output
@@ -142,7 +142,6 @@ class Launcher:
         self._workers = self._run.all
         self._failures = Failures(settings, self._workers, output)
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
-        self._live = live
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0
@@ -155,8 +154,6 @@ class Launcher:
         with LogFiles(settings.log_dir, settings.num_processes, say, should_append=is_restart) as logs:
             try:
                 self._run.start(logs)
-                if self._live is not None:
-                    self._live.begin()
                 while not all(worker.is_done for worker in self._workers):
                     self._turn()
                 outcome = self._outcome()
@@ -164,14 +161,10 @@ class Launcher:
                 drain(self._output, self._inbox)
             finally:
                 self._run.close(SYSTEM_CLOCK.now_s())
-                if self._live is not None:
-                    self._live.close()
         return outcome
 
     def _turn(self) -> None:
         wanted = self._run.interests(is_full=self._output.is_full)
-        if self._live is not None:
-            wanted += self._live.interests()
         poll_once([self._inbox.interest, *self._output.interests(), *wanted])
         for number in self._inbox.take():
             if number == signal.SIGTSTP:
@@ -180,8 +173,8 @@ class Launcher:
                 self._interrupt(number, SYSTEM_CLOCK.now_s())
         now_s = SYSTEM_CLOCK.now_s()
         self._look_at_ends(now_s)
-        if self._live is not None and self._ending is None:
-            reason = self._live.look(now_s)
+        if self._ending is None:
+            reason = self._run.change(now_s)
             if reason:
                 self._output.say(f"the run ends: {reason}")
                 self._end(Ending(now_s, reason, 1))
