@@ -11,10 +11,10 @@ from shoal.launch.polling import SignalInbox
 from shoal.launch.protocol import AGENT, AgentHello, PipeChannel
 
 
-def present(name, address, *, reached_at="", head="", count=1, machine=None, own=""):
+def present(name, address, *, reached_at="", head="", count=1, machine=None):
     interfaces = {"lo": ["127.0.0.1"], "eth0": [address]}
     hello = AgentHello(__version__, name, interfaces, free_port=7, reached_at=reached_at, head_address=head)
-    return AgentHandle(FakeChannel(name), 2, machine or name, address=own, hello=hello, num_processes=count)
+    return AgentHandle(FakeChannel(name), 2, machine or name, hello=hello, num_processes=count)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ def present(name, address, *, reached_at="", head="", count=1, machine=None, own
         ([present("a", "10.0.0.1", reached_at="203.0.113.1"), present("b", "10.0.0.2")], None, "10.0.0.1"),
         # this machine: by the address that the others see
         ([present("a", "10.0.0.1"), present("b", "10.0.0.2", head="10.0.0.1")], None, "10.0.0.1"),
-        ([present("a", "10.0.0.1", own="10.0.0.1"), present("b", "10.0.0.2")], None, "10.0.0.1"),
         ([present("a", "10.0.0.1", reached_at="9.9.9.9"), present("b", "10.0.0.2")], "eth0", "10.0.0.1"),
         ([present("a", "10.0.0.1"), present("b", "10.0.0.2")], "10.0.0.1", "10.0.0.1"),
     ],
@@ -85,3 +84,14 @@ def test_a_signal_ends_the_waiting():
     with SignalInbox() as inbox, Gathering([AgentHandle(FakeChannel("b"), 2, "b")]) as gathering:
         signal.raise_signal(signal.SIGTERM)
         assert gathering.wait(inbox, 20.0) == signal.SIGTERM
+
+
+def test_an_agent_may_say_itself_which_machine_it_is_on():
+    agents = [
+        AgentHandle(FakeChannel("the cluster", [AgentHello(__version__, name, machine="node 7")]), 2, name)
+        for name in ("x", "y")
+    ]
+    with SignalInbox() as inbox, Gathering(agents) as gathering:
+        assert gathering.wait(inbox, 20.0) is None
+    assert [agent.machine for agent in agents] == ["node 7"] * 2
+    assert [agent.host for agent in agents] == ["x (node 7)", "y (node 7)"]

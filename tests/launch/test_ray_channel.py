@@ -3,34 +3,21 @@ import socket
 import pytest
 
 from shoal.core.elastic import encode_message
-from shoal.core.errors import ProtocolError
-from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, WorkerEnded
-from shoal.launch.ray_bridge import ActorPlace
-from shoal.launch.ray_engine import RayChannel
-
-
-class Bridge:
-    """Knows of a single actor."""
-
-    def __init__(self, end):
-        self.ends = [end]
-        self.place = None
-
-    def place_of(self, index):
-        return self.place
-
-    def why_lost(self, index):
-        return "its power failed"
-
-    def close_ends(self, indices):
-        for index in indices:
-            self.ends[index].close()
+from shoal.core.errors import PeerRefused, ProtocolError
+from shoal.launch import Output, ray_engine
+from shoal.launch.polling import poll_once
+from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, StreamChannel, WorkerEnded
+from shoal.launch.ray_bridge import ActorRequest
 
 
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair()
-    channel = RayChannel(Bridge(ours), 0, ActorPlace("1234567890", "10.0.0.7", "a node", "python"))
+
+    def explain(host):
+        return PeerRefused(f"{host}: its power failed")
+
+    channel = StreamChannel("a node", ours.fileno(), ours.fileno(), explain, ours.close)
     yield channel, theirs
     channel.close()
     theirs.close()
@@ -72,8 +59,7 @@ def test_a_way_that_the_bridge_closes_has_ended_and_says_why(pair):
     assert not channel.is_open
     assert channel.interests() == []
     channel.send(Beat())
-    assert "on a node (Ray node 12345678 at 10.0.0.7) is lost" in str(channel.explain())
-    assert "its power failed" in str(channel.explain())
+    assert "a node: its power failed" in str(channel.explain())
 
 
 def test_what_is_no_message_is_an_error_after_those_that_were(pair):
@@ -95,14 +81,27 @@ def test_closing_it_closes_the_way_to_the_actor(pair):
     assert theirs.recv(1) == b""
 
 
-def test_an_actor_that_was_asked_for_later_says_where_it_is(pair):
-    channel, _ = pair
-    places = []
-    channel.on_place = places.append
-    assert channel.take() == []
-    assert not places
-    channel._bridge.place = ActorPlace("abcdefghij", "10.0.0.8", "another", "python")
-    channel.take()
-    channel.take()
-    assert [place.host for place in places] == ["another"]
-    assert channel.host == "another (Ray node abcdefgh at 10.0.0.8)"
+STAND_IN = """
+import os, sys
+from shoal.core.elastic import encode_message
+from shoal.launch.ray_bridge import BridgeReport
+where = "a node (Ray node 12345678 at 10.0.0.7)"
+reports = [BridgeReport(), BridgeReport(num_agents=1), BridgeReport(lost=(0, "its power failed", where))]
+os.write(1, b"".join(map(encode_message, reports)))
+os.close(int(sys.argv[1]))
+sys.stdin.read()
+"""
+"""In the place of the process that speaks with Ray: its only actor is lost at once."""
+
+
+def test_an_actor_that_is_lost_is_named_with_its_node(monkeypatch):
+    monkeypatch.setattr(ray_engine, "_BRIDGE", STAND_IN)
+    (agent,) = ray_engine.RayEngine(ActorRequest("", 1.0, 20.0), Output()).open(1, 1, is_restart=False)
+    try:
+        while agent.channel.is_open:
+            poll_once(agent.channel.interests())
+        assert "on a node (Ray node 12345678 at 10.0.0.7) is lost: its power failed" in str(
+            agent.channel.explain()
+        )
+    finally:
+        agent.channel.close()

@@ -230,17 +230,21 @@ def play_more(story):
         loop.run(within_limit())
 
 
-def test_another_actor_is_told_of_once_it_runs_and_before_its_words_come():
+def test_another_actor_is_told_where_it_is_before_its_words_come():
     async def story(ray, head):
         (actor,) = ray.actors
-        place = ActorPlace("node", "10.0.0.1", "one", "python", ["3"])
+        place = ActorPlace("node", "10.0.0.1", "one", ("3",))
         await actor.where.answer(place)
         await actor.start.answer()
-        assert actor.start.calls[0][0] == ({"CUDA_VISIBLE_DEVICES": "3"},)
+        assert actor.start.calls[0][0] == (place, {"CUDA_VISIBLE_DEVICES": "3"})
         await actor.read.answer(b"hello")
         assert await asyncio.get_running_loop().sock_recv(head, 9) == b"hello"
-        assert [report.added for report in ray.reports] == [(0, place)]
         assert not ray.killed
+        await actor.read.answer(error=RuntimeError("the actor died"))
+        await ray.wait_for(ray.reports)
+        assert [report.lost for report in ray.reports] == [
+            (0, "the actor died", "one (Ray node node at 10.0.0.1)")
+        ]
 
     play_more(story)
 
@@ -260,6 +264,6 @@ def test_another_actor_that_cannot_start_is_lost_with_the_reason():
     async def story(ray, head):
         await ray.actors[0].where.answer(error=RuntimeError("no Shoal there"))
         await ray.wait_for(ray.reports)
-        assert [report.lost for report in ray.reports] == [(0, "no Shoal there")]
+        assert [report.lost for report in ray.reports] == [(0, "no Shoal there", "")]
 
     play_more(story)

@@ -44,7 +44,7 @@ def test_ssh_asks_nothing_and_notices_a_machine_that_has_gone(monkeypatch):
     ],
 )  # fmt: skip
 def test_errors_say_what_to_do(code, complaint, kind, told, next_step):
-    error = explain("b", code, complaint, SETTINGS)
+    error = explain(SETTINGS, "b", code, complaint)
     assert isinstance(error, PeerError)
     assert type(error) is kind
     assert told in error.what

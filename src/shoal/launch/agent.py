@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Collection
 
 from shoal._version import __version__
@@ -134,7 +135,7 @@ class Agent:
             self._wait()
 
 
-def introduce(reached_at: str = "", head_address: str = "") -> AgentHello:
+def introduce(reached_at: str = "", head_address: str = "", machine: str = "") -> AgentHello:
     """Say whether and how this machine can take part; by default the addresses are those that ssh tells."""
     # 'client address, port, server address, port', as sshd sets it
     words = os.environ.get("SSH_CONNECTION", "").split()
@@ -149,6 +150,8 @@ def introduce(reached_at: str = "", head_address: str = "") -> AgentHello:
         free_port=free_port(),
         reached_at=reached_at,
         head_address=head_address,
+        python=sys.executable,
+        machine=machine,
     )
 
 
@@ -164,7 +167,7 @@ def seen_here(run: str, ranks: Collection[int]) -> list[Sighting]:
     return []
 
 
-def main() -> None:
+def main(reached_at: str = "", machine: str = "") -> None:
     """Keep the way to the head to oneself: what anything else prints goes to stderr."""
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -172,8 +175,8 @@ def main() -> None:
     os.dup2(2, 1)
     os.close(nothing)
     with contextlib.suppress(KeyboardInterrupt):
-        Agent(source, sink).run()
+        Agent(source, sink, introduce(reached_at, machine=machine)).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

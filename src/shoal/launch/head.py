@@ -109,14 +109,10 @@ class AgentHandle:
     """How many workers and servers it can take."""
     machine: str
     """Agents with the same one are on the same machine, where local ranks are counted."""
-    python: str = sys.executable
-    """The interpreter that takes the place of this process's own in the command."""
     cwd: str | None = None
     """The folder where workers start, by default the head's."""
     has_own_disks: bool = True
     """Whether files that workers write there may not be seen here."""
-    address: str = ""
-    """The address by which the other machines reach it, where that is known."""
     hello: AgentHello | None = None
     """What it has answered."""
     shift_s: float = 0.0
@@ -196,7 +192,8 @@ class LocalEngine(Engine):
             raise UsageError(
                 "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
             )
-        hello = AgentHello(__version__, "", boot_id=boot_id(), free_port=free_port("127.0.0.1"))
+        port = free_port("127.0.0.1")
+        hello = AgentHello(__version__, "", boot_id=boot_id(), free_port=port, python=sys.executable)
         return [AgentHandle(LocalChannel(hello), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
 
 
@@ -281,6 +278,9 @@ def hear_hello(agent: AgentHandle, now_s: float, began_s: float, limit_s: float)
         for hello in agent.channel.take():
             if isinstance(hello, AgentHello) and hello.version == __version__:
                 agent.hello = hello
+                if hello.machine and not agent.has_joined:
+                    agent.machine = hello.machine
+                    agent.channel.host = f"{hello.host} ({hello.machine})"
                 is_same_clock = bool(hello.boot_id) and hello.boot_id == boot_id()
                 agent.shift_s = 0.0 if is_same_clock else now_s - hello.clock_s
             elif isinstance(hello, AgentHello):
@@ -396,9 +396,10 @@ class RunWorkers:
             self.all.append(worker)
         if not posts:
             return
+        assert agent.hello is not None, "it has answered"
         first, *arguments = self._settings.command
         job = WorkerJob(
-            command=[agent.python if first == sys.executable else first, *arguments],
+            command=[agent.hello.python if first == sys.executable else first, *arguments],
             cwd=agent.cwd or str(Path.cwd()),
             # children of this process have its environment in any case
             variables={**(forwarded(os.environ) if agent.host else {}), **self._shared},
@@ -502,7 +503,7 @@ def outward_address(agent: AgentHandle, agents: Sequence[AgentHandle]) -> str:
     assert hello is not None
     own = [address for found in hello.addresses.values() for address in found if is_outward(address)]
     # by ssh this is the way to a machine that is known to work
-    told = [agent.address, hello.reached_at]
+    told = [hello.reached_at]
     told += [other.hello.head_address for other in agents if other.hello and not hello.reached_at]
     for address in told:
         if address and is_outward(address) and (address in own or not own):

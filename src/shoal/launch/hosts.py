@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
 from shoal.core.processes import is_own
 from shoal.launch.head import AgentHandle, Engine
-from shoal.launch.protocol import AGENT, ENDING_S, PipeChannel
+from shoal.launch.protocol import AGENT, PipeChannel
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
 _LINE = re.compile(rf"{_ENTRY.pattern}(?:\s+slots\s*=\s*(?P<more>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
@@ -198,8 +198,8 @@ class Hosts(Engine):
             environment = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
             local = PipeChannel(host.name, [sys.executable, *AGENT], environment)
             return AgentHandle(local, host.slots, host.name, has_own_disks=False)
-        channel = SshChannel(host.name, self._ssh)
-        return AgentHandle(channel, host.slots, host.name, self._ssh.python, self._ssh.remote_cwd)
+        channel = open_ssh(host.name, self._ssh)
+        return AgentHandle(channel, host.slots, host.name, cwd=self._ssh.remote_cwd)
 
 
 def _host(name: str, slots: str | None, where: str) -> Host:
@@ -239,24 +239,17 @@ def ssh_command(host: str, settings: SshSettings) -> list[str]:
     return [*_connection_words(options, settings), "--", host.replace("[", "").replace("]", ""), line]
 
 
-class SshChannel(PipeChannel):
-    """An ssh that leads to an agent."""
-
-    def __init__(self, host: str, settings: SshSettings) -> None:
-        if shutil.which("ssh") is None:
-            raise UsageError(
-                f"There is no ssh on this machine, by which {host} would be reached.",
-                next_step="install the OpenSSH client, or start the program by torchrun on each machine.",
-            )
-        self._settings = settings
-        super().__init__(host, ssh_command(host, settings))
-
-    def explain(self) -> ShoalError:
-        """Say it by ssh's exit code and words."""
-        return explain(self.host, *self.child.last_words(ENDING_S), self._settings)
+def open_ssh(host: str, settings: SshSettings) -> PipeChannel:
+    """Start an ssh that leads to an agent; UsageError where there is none."""
+    if shutil.which("ssh") is None:
+        raise UsageError(
+            f"There is no ssh on this machine, by which {host} would be reached.",
+            next_step="install the OpenSSH client, or start the program by torchrun on each machine.",
+        )
+    return PipeChannel(host, ssh_command(host, settings), explain=functools.partial(explain, settings))
 
 
-def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:
+def explain(settings: SshSettings, host: str, code: int | None, complaint: str) -> ShoalError:
     """Say what the end of an ssh means, and what to do."""
     try_it = shlex.join([*_connection_words(settings.options, settings), host])
     last = complaint.splitlines()[-1].rstrip(".") if complaint else f"ssh ended with exit code {code}"

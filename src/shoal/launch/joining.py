@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import queue
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from shoal.core.processes import address_towards
 from shoal.core.untrusted import visible
 from shoal.launch.agent import Agent, introduce
 from shoal.launch.head import AgentHandle
-from shoal.launch.protocol import DescriptorChannel
+from shoal.launch.protocol import StreamChannel
 from shoal.transport import Channel, Head, Membership, StreamTransport, SwarmSecret
 
 METHOD = "launch.join"
@@ -40,7 +39,6 @@ class MachineOffer(msgspec.Struct, frozen=True):
 
     host: str
     slots: int
-    python: str
     cwd: str
 
 
@@ -94,10 +92,9 @@ class JoinPort:
         self._num_arrivals += 1
         name = visible(request.host[:_MAX_NAME]) or head.peer.address.host
         agent = AgentHandle(
-            JoinedChannel(name, ours),
+            StreamChannel(name, ours.fileno(), ours.fileno(), _explain_loss, ours.close),
             slots=max(1, min(request.slots, _MAX_SLOTS)),
             machine=f"{name} that has joined as number {self._num_arrivals}",
-            python=request.python,
             cwd=request.cwd,
             has_joined=True,
         )
@@ -106,25 +103,12 @@ class JoinPort:
             await _copy(channel, theirs)
 
 
-class JoinedChannel(DescriptorChannel):
-    """The head's end of the way to a machine that has joined by itself."""
-
-    def __init__(self, host: str, end: socket.socket) -> None:
-        self._end = end
-        super().__init__(host, end.fileno(), end.fileno())
-
-    def explain(self) -> ShoalError:
-        """Say that it has gone."""
-        return PeerUnreachable(
-            "it has left, or cannot be reached any more.",
-            peer=self.host,
-            next_step="start `shoal run --join` there again.",
-        )
-
-    def close(self) -> None:
-        """Close the socket, by which the agent ends; idempotent."""
-        super().close()
-        self._end.close()
+def _explain_loss(host: str) -> ShoalError:
+    return PeerUnreachable(
+        "it has left, or cannot be reached any more.",
+        peer=host,
+        next_step="start `shoal run --join` there again.",
+    )
 
 
 async def _copy(channel: Channel, end: socket.socket) -> None:
@@ -157,7 +141,7 @@ def join_run(address: Address, secret: SwarmSecret, num_slots: int) -> None:
     PeerUnreachable or PeerRefused when the launcher does not take it in.
     """
     ours, theirs = socket.socketpair()
-    request = MachineOffer(socket.gethostname(), num_slots, sys.executable, str(Path.cwd()))
+    request = MachineOffer(socket.gethostname(), num_slots, str(Path.cwd()))
 
     async def converse() -> None:
         with theirs:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Generic
 
 import msgspec
@@ -58,9 +58,13 @@ class AgentHello(Message, frozen=True, tag="Hello"):
     free_port: int = 0
     """One that nobody listens on, for the run's store if rank 0 comes here."""
     reached_at: str = ""
-    """The address of this machine by which the head reached it, as ssh says; empty for a local child."""
+    """The address of this machine by which others reach it, as ssh or Ray says; empty for a local child."""
     head_address: str = ""
     """The address of the head, seen from here."""
+    python: str = ""
+    """The interpreter that runs the agent; it takes the place of the head's own in the command."""
+    machine: str = ""
+    """The machine where it is, if whoever started it there has chosen that (Ray)."""
 
 
 class Post(msgspec.Struct, frozen=True):
@@ -344,36 +348,53 @@ class ChildProcess:
         self._errors.close()
 
 
-class DescriptorChannel(MessageStream[Up], AgentChannel):
-    """A channel over descriptors, which whoever makes it closes."""
-
-    def __init__(self, host: str, source: int, sink: int) -> None:
-        self.host = host
-        super().__init__(source, sink, Decoder(Up, expects_magic=True))
-
-    def close(self) -> None:
-        """Neither read nor write any more."""
-        self.is_open = False
-        self.stop_writing()
-
-
-class PipeChannel(DescriptorChannel):
-    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`)."""
+class StreamChannel(MessageStream[Up], AgentChannel):
+    """A channel over descriptors, which belong to whoever makes it: `on_close` closes them."""
 
     def __init__(
-        self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        host: str,
+        source: int,
+        sink: int,
+        explain: Callable[[str], ShoalError],
+        on_close: Callable[[], None],
     ) -> None:
-        self.child = ChildProcess(command, environment)
-        super().__init__(host, self.child.stdout.fileno(), self.child.stdin.fileno())
+        super().__init__(source, sink, Decoder(Up, expects_magic=True))
+        self.host = host
+        self._explain, self._on_close = explain, on_close
 
     def explain(self) -> ShoalError:
-        """Say it by the child's exit code and its last words."""
-        code, complaint = self.child.last_words(ENDING_S)
-        end = "does not answer" if code is None else f"ended with exit code {code}"
-        return PeerRefused(
-            f"The agent on {self.host} {end}{f': {complaint}' if complaint else ''}.",
-            peer=self.host,
-            next_step="look at what it wrote, or at the memory of that machine.",
+        """Say why it ended: whoever made it knows."""
+        return self._explain(self.host)
+
+    def close(self) -> None:
+        """Neither read nor write any more, by which the agent ends; idempotent."""
+        self.is_open = False
+        self.stop_writing()
+        self._on_close()
+
+
+class PipeChannel(StreamChannel):
+    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`).
+
+    `explain` makes an error of the host, the child's exit code and its last words.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        explain: Callable[[str, int | None, str], ShoalError] | None = None,
+    ) -> None:
+        self.child = child = ChildProcess(command, environment)
+        tell = explain or _explain_child
+        super().__init__(
+            host,
+            child.stdout.fileno(),
+            child.stdin.fileno(),
+            lambda host: tell(host, *child.last_words(ENDING_S)),
+            lambda: child.close(ENDING_S),
         )
 
     def hang_up(self) -> None:
@@ -381,12 +402,16 @@ class PipeChannel(DescriptorChannel):
         self.stop_writing()
         self.child.hang_up()
 
-    def close(self) -> None:
-        """End the child; one that takes long is killed."""
-        super().close()
-        self.child.close(ENDING_S)
-
     def abandon(self) -> None:
         """Kill the child, and close what leads to it."""
         self.child.kill()
         self.close()
+
+
+def _explain_child(host: str, code: int | None, complaint: str) -> ShoalError:
+    end = "does not answer" if code is None else f"ended with exit code {code}"
+    return PeerRefused(
+        f"The agent on {host} {end}{f': {complaint}' if complaint else ''}.",
+        peer=host,
+        next_step="look at what it wrote, or at the memory of that machine.",
+    )

@@ -16,9 +16,8 @@ import select
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from shoal.core import SYSTEM_CLOCK, LoopThread, Scope, ShoalError
 from shoal.launch.polling import poll_once
@@ -50,17 +49,21 @@ class ActorRequest(Message, frozen=True):
     """So many are enough where there is no room for all."""
 
 
-class ActorPlace(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ActorPlace:
     """The place where an actor is."""
 
     node: str
     """Ray's id of it."""
     address: str
     host: str
-    python: str
-    """The interpreter there."""
-    gpus: list[str] = []
+    gpus: tuple[str, ...] = ()
     """Those that Ray has given to this actor."""
+
+    @property
+    def machine(self) -> str:
+        """The machine, as lines call it: several nodes on one computer are several machines."""
+        return f"Ray node {self.node[:8]} at {self.address}"
 
 
 class BridgeReport(Message, frozen=True, omit_defaults=True):
@@ -68,12 +71,10 @@ class BridgeReport(Message, frozen=True, omit_defaults=True):
 
     waiting: str = ""
     """What the cluster lacks for now."""
-    places: list[ActorPlace] | None = None
-    """The agents run, one behind each descriptor, in order; descriptors that are left over are closed."""
-    added: tuple[int, ActorPlace] | None = None
-    """The actor behind this descriptor, one that was asked for later, runs here."""
-    lost: tuple[int, str] | None = None
-    """The actor behind this descriptor has gone, and why."""
+    num_agents: int | None = None
+    """So many agents run, one behind each descriptor, in order; those that are left over are closed."""
+    lost: tuple[int, str, str] | None = None
+    """The actor behind this descriptor has gone: why, and where it was, if it was anywhere."""
     refusal: JobFailed | None = None
     """Nothing runs."""
 
@@ -100,13 +101,13 @@ class AgentActor:
         import ray
 
         context = ray.get_runtime_context()
-        gpus = [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
-        address = ray.util.get_node_ip_address()
-        return ActorPlace(context.get_node_id(), address, socket.gethostname(), sys.executable, gpus)
+        gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
+        return ActorPlace(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), gpus)
 
-    def start(self, variables: dict[str, str]) -> None:
-        """Run the agent by this actor's interpreter, with these variables besides the actor's own."""
-        self._agent = ChildProcess([sys.executable, *AGENT], {**os.environ, **variables})
+    def start(self, place: ActorPlace, variables: dict[str, str]) -> None:
+        """Run the agent there by this actor's interpreter, with these variables besides the actor's own."""
+        command = [sys.executable, *AGENT, place.address, place.machine]
+        self._agent = ChildProcess(command, {**os.environ, **variables})
 
     def read(self, wait_s: float) -> bytes | None:
         """Return what the agent has written; b"" when it has ended, None when nothing came in this time."""
@@ -203,9 +204,9 @@ class Bridge:
         for descriptor in descriptors[len(actors) :]:
             os.close(descriptor)
         pairs = zip(actors, places, strict=True)
-        starts = [actor.start.remote(variables_of(place, places)) for actor, place in pairs]
+        starts = [actor.start.remote(place, variables_of(place, places)) for actor, place in pairs]
         self._ray.get(starts, timeout=self._request.start_timeout_s)
-        self._report(BridgeReport(places=places))
+        self._report(BridgeReport(num_agents=len(places)))
         for place in places:
             self._visible.setdefault(place.node, []).append(place)
         with LoopThread("ray-bridge") as loop:
@@ -343,14 +344,13 @@ class Bridge:
                 if actor is None:
                     actor = self._make_actor(-1 if is_in_group else None)
                     place, why_lost = await self._start(actor, end)
-                    if place is not None and not why_lost:
-                        self._report(BridgeReport(added=(index, place)))
                 else:
                     why_lost = ""
-                if not why_lost and place is not None:
+                if place is not None:
                     why_lost = await ActorLink(actor, end).run()
                 if why_lost:  # told before the head finds the end of what came
-                    self._report(BridgeReport(lost=(index, why_lost)))
+                    where = "" if place is None else f"{place.host} ({place.machine})"
+                    self._report(BridgeReport(lost=(index, why_lost, where)))
         finally:
             for here in self._visible.values():
                 here[:] = [None if other is place else other for other in here]
@@ -366,7 +366,7 @@ class Bridge:
             async with asyncio.timeout(None) as limit, Scope("start another actor") as scope:
                 scope.start(_end_when_readable(end, limit))  # the head speaks when it has heard something
                 place: ActorPlace = await actor.where.remote()
-                await actor.start.remote(self._variables_of_another(place))
+                await actor.start.remote(place, self._variables_of_another(place))
                 scope.cancel()
         except Exception as error:  # noqa: BLE001  Ray has many kinds
             with contextlib.suppress(Exception):

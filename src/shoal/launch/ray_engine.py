@@ -8,6 +8,7 @@ that wherever the cluster has room, now or later.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
@@ -23,8 +24,8 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream, Up
-from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
+from shoal.launch.protocol import ChildProcess, Decoder, MessageStream, StreamChannel
+from shoal.launch.ray_bridge import ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import Outcome
 
@@ -72,10 +73,10 @@ class RayEngine(Engine):
         numbers: list[int] = []
         with SignalInbox() as inbox:
             bridge = BridgeProcess(request)
-            places: list[ActorPlace] | None = None
+            num_agents: int | None = None
             try:
-                while places is None and not numbers:
-                    places = bridge.poll_places(inbox, self._say)
+                while num_agents is None and not numbers:
+                    num_agents = bridge.poll_agents(inbox, self._say)
                     numbers = [number for number in inbox.take() if number != signal.SIGTSTP]
             except BaseException:
                 bridge.close_ends(range(request.num_workers))
@@ -83,12 +84,9 @@ class RayEngine(Engine):
         self._bridge = bridge
         for number in numbers:
             signal.raise_signal(number)  # for the inbox of the caller
-        places = places or [ActorPlace("", "", "the Ray cluster", sys.executable)]
-        bridge.close_ends(range(len(places), request.num_workers))
-        return [
-            AgentHandle(RayChannel(bridge, i, place), 1, place.node, place.python, address=place.address)
-            for i, place in enumerate(places)
-        ]
+        num_agents = num_agents or 1
+        bridge.close_ends(range(num_agents, request.num_workers))
+        return [bridge.agent(index) for index in range(num_agents)]
 
     def reopen(self, lost: AgentHandle) -> AgentHandle | None:
         """Have another actor started wherever there is room: the node of the lost one may be gone."""
@@ -97,16 +95,7 @@ class RayEngine(Engine):
     def grow(self) -> AgentHandle:
         """Return the agent of another actor, which answers once the cluster has room for it."""
         assert self._bridge is not None, "open() comes first"
-        index = self._bridge.ask_another()
-        unknown = ActorPlace("", "", "the Ray cluster", sys.executable)
-        channel = RayChannel(self._bridge, index, unknown)
-        agent = AgentHandle(channel, 1, f"actor {index}")
-
-        def settle(place: ActorPlace) -> None:
-            agent.machine, agent.python, agent.address = place.node, place.python, place.address
-
-        channel.on_place = settle
-        return agent
+        return self._bridge.agent(self._bridge.ask_another())
 
     def _say(self, text: str) -> None:
         """Say it at once: nobody writes out what is queued before the workers run."""
@@ -121,8 +110,8 @@ class BridgeProcess:
         self._request = request
         self._began_s = SYSTEM_CLOCK.now_s()
         self._is_connected = False
-        self._why_lost: dict[int, str] = {}
-        self._added: dict[int, ActorPlace] = {}
+        self._lost: dict[int, tuple[str, str]] = {}
+        """Why these actors have gone, and where they were."""
         self._more, more = socket.socketpair()
         pairs = [socket.socketpair() for _ in range(request.num_workers)]
         self.ends = [ours for ours, _ in pairs]
@@ -137,8 +126,8 @@ class BridgeProcess:
         self._stream: MessageStream[BridgeReport] = MessageStream(source, sink, Decoder(BridgeReport))
         self._stream.send(request)
 
-    def poll_places(self, inbox: SignalInbox, say: Callable[[str], None]) -> list[ActorPlace] | None:
-        """Wait shortly; return where the agents are, once all of them run. ShoalError when none does."""
+    def poll_agents(self, inbox: SignalInbox, say: Callable[[str], None]) -> int | None:
+        """Wait shortly; return how many agents run, once all of them do. ShoalError when none does."""
         poll_once([inbox.interest, *self._stream.interests()])
         has_ended = self._child.exit_code() is not None
         for report in self._take_reports():
@@ -146,8 +135,8 @@ class BridgeProcess:
             if report.refusal is not None:
                 refusal = report.refusal
                 raise ShoalError(refusal.what, cause=refusal.cause, next_step=refusal.next_step)
-            if report.places is not None:
-                return report.places
+            if report.num_agents is not None:
+                return report.num_agents
             if report.waiting:
                 say(report.waiting)
         if has_ended:
@@ -178,17 +167,24 @@ class BridgeProcess:
         self.ends.append(ours)
         return len(self.ends) - 1
 
-    def place_of(self, index: int) -> ActorPlace | None:
-        """Return where an actor runs that was asked for later; None until it does."""
-        self._take_reports()
-        return self._added.get(index)
+    def agent(self, index: int) -> AgentHandle:
+        """Return the agent of an actor, which has not answered yet, and then says where it is."""
+        end = self.ends[index].fileno()
+        close = functools.partial(self.close_ends, [index])
+        explain = functools.partial(self.explain, index)
+        return AgentHandle(StreamChannel("the Ray cluster", end, end, explain, close), 1, f"actor {index}")
 
-    def why_lost(self, index: int) -> str:
-        """Return what Ray says of an actor that has gone."""
+    def explain(self, index: int, host: str) -> ShoalError:
+        """Say what Ray says of an actor that has gone."""
         self._take_reports()
-        if index in self._why_lost or self._child.exit_code() is None:
-            return self._why_lost.get(index, "")
-        return f"the process that speaks with Ray {self._describe_end()}"
+        why_lost, where = self._lost.get(index, ("it does not answer", ""))
+        if index not in self._lost and self._child.exit_code() is not None:
+            why_lost = f"the process that speaks with Ray {self._describe_end()}"
+        return PeerRefused(
+            f"The worker's actor on {where or host} is lost: {why_lost}.",
+            peer=where or host,
+            next_step="`ray status` shows which nodes there are.",
+        )
 
     def close_ends(self, indices: Iterable[int]) -> None:
         """Close the ways to these actors, by which their agents end; the bridge ends with the last one."""
@@ -204,50 +200,10 @@ class BridgeProcess:
     def _take_reports(self) -> list[BridgeReport]:
         self._stream.receive()
         reports = self._stream.take()
-        self._why_lost.update(report.lost for report in reports if report.lost is not None)
-        self._added.update(report.added for report in reports if report.added is not None)
+        self._lost.update({report.lost[0]: report.lost[1:] for report in reports if report.lost is not None})
         return reports
 
     def _describe_end(self) -> str:
         code, complaint = self._child.last_words()
         last = f": {complaint.splitlines()[-1]}" if complaint else ""
         return f"ended with exit code {code}{last}"
-
-
-class RayChannel(DescriptorChannel):
-    """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
-
-    def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:
-        self.on_place: Callable[[ActorPlace], None] | None = None
-        """Is told where the actor runs, once that is known; None where it was known at first."""
-        self._bridge = bridge
-        self._index = index
-        descriptor = bridge.ends[index].fileno()
-        super().__init__(_describe(place), descriptor, descriptor)
-
-    def take(self) -> list[Up]:
-        """Return what has come; an actor that was asked for later says first where it runs."""
-        if self.on_place is not None and (place := self._bridge.place_of(self._index)) is not None:
-            self.host = _describe(place)
-            self.on_place(place)
-            self.on_place = None
-        return super().take()
-
-    def explain(self) -> ShoalError:
-        """Say it as the bridge says it."""
-        why_lost = self._bridge.why_lost(self._index) or "it does not answer"
-        return PeerRefused(
-            f"The worker's actor on {self.host} is lost: {why_lost}.",
-            peer=self.host,
-            next_step="`ray status` shows which nodes there are.",
-        )
-
-    def close(self) -> None:
-        """Close the socket, by which the bridge has the agent end; idempotent."""
-        super().close()
-        self._bridge.close_ends([self._index])
-
-
-def _describe(place: ActorPlace) -> str:
-    where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
-    return f"{place.host}{where}"
