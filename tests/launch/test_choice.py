@@ -1,7 +1,7 @@
 import pytest
 
+from shoal.cli.run import check_choice, parse_options
 from shoal.core import UsageError
-from shoal.launch.arguments import check_choice, parse_options
 
 
 def test_values_are_what_they_read_as():

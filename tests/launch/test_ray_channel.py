@@ -6,7 +6,7 @@ from shoal.core.elastic import encode_message
 from shoal.core.errors import PeerRefused, ProtocolError
 from shoal.launch import Output, ray_engine
 from shoal.launch.polling import poll_once
-from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, StreamChannel, WorkerEnded
+from shoal.launch.protocol import MAGIC, Beat, Decoder, DescriptorChannel, Down, Started, WorkerEnded
 from shoal.launch.ray_bridge import ActorRequest
 
 
@@ -17,7 +17,7 @@ def pair():
     def explain(host):
         return PeerRefused(f"{host}: its power failed")
 
-    channel = StreamChannel("a node", ours.fileno(), ours.fileno(), explain, ours.close)
+    channel = DescriptorChannel("a node", ours.fileno(), ours.fileno(), explain, ours.close)
     yield channel, theirs
     channel.close()
     theirs.close()

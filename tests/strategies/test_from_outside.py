@@ -11,9 +11,9 @@ import pytest
 
 from shoal.bench.compare import compared
 from shoal.bench.contenders import is_free_running, needs_servers, options_of
+from shoal.cli.run import check_choice
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
-from shoal.launch.arguments import check_choice
 from shoal.strategies import BUILT_IN, all_strategies, canonical, find, load_class, make_strategy
 
 RULES = """

@@ -23,7 +23,7 @@ from shoal.core.processes import address_towards
 from shoal.core.untrusted import visible
 from shoal.launch.agent import Agent, introduce
 from shoal.launch.head import AgentHandle
-from shoal.launch.protocol import StreamChannel
+from shoal.launch.protocol import DescriptorChannel
 from shoal.transport import Channel, Head, Membership, StreamTransport, SwarmSecret
 
 METHOD = "launch.join"
@@ -92,7 +92,7 @@ class JoinPort:
         self._num_arrivals += 1
         name = visible(request.host[:_MAX_NAME]) or head.peer.address.host
         agent = AgentHandle(
-            StreamChannel(name, ours.fileno(), ours.fileno(), _explain_loss, ours.close),
+            DescriptorChannel(name, ours.fileno(), ours.fileno(), _explain_loss, ours.close),
             slots=max(1, min(request.slots, _MAX_SLOTS)),
             machine=f"{name} that has joined as number {self._num_arrivals}",
             cwd=request.cwd,

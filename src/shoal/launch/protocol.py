@@ -348,7 +348,7 @@ class ChildProcess:
         self._errors.close()
 
 
-class StreamChannel(MessageStream[Up], AgentChannel):
+class DescriptorChannel(MessageStream[Up], AgentChannel):
     """A channel over descriptors, which belong to whoever makes it: `on_close` closes them."""
 
     def __init__(
@@ -374,7 +374,7 @@ class StreamChannel(MessageStream[Up], AgentChannel):
         self._on_close()
 
 
-class PipeChannel(StreamChannel):
+class PipeChannel(DescriptorChannel):
     """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`).
 
     `explain` makes an error of the host, the child's exit code and its last words.

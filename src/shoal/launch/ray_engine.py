@@ -24,7 +24,7 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import ChildProcess, Decoder, MessageStream, StreamChannel
+from shoal.launch.protocol import ChildProcess, Decoder, DescriptorChannel, MessageStream
 from shoal.launch.ray_bridge import ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import Outcome
@@ -172,7 +172,9 @@ class BridgeProcess:
         end = self.ends[index].fileno()
         close = functools.partial(self.close_ends, [index])
         explain = functools.partial(self.explain, index)
-        return AgentHandle(StreamChannel("the Ray cluster", end, end, explain, close), 1, f"actor {index}")
+        return AgentHandle(
+            DescriptorChannel("the Ray cluster", end, end, explain, close), 1, f"actor {index}"
+        )
 
     def explain(self, index: int, host: str) -> ShoalError:
         """Say what Ray says of an actor that has gone."""
