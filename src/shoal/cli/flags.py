@@ -130,13 +130,13 @@ def numbers(option: str, text: str) -> list[int]:
         raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
 
 
-def assignments(texts: list[str] | None) -> dict[str, str]:
+def assignments(texts: Iterable[str] | None) -> dict[str, str]:
     """Read `name=value` each; hyphens in names are underscores."""
     given = {}
     for text in texts or ():
         name, is_there, value = text.partition("=")
-        if not is_there or not name:
-            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
+        if not is_there or not name.strip():
+            raise UsageError(f"--option {text} sets nothing.", next_step="write --option name=value.")
         given[name.strip().replace("-", "_")] = value
     return given
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.flags import parameter_of, with_flags, with_parameters
+from shoal.cli.flags import assignments, parameter_of, with_flags, with_parameters
 from shoal.cli.output import say
 from shoal.core import Address, UsageError
 from shoal.core.run_options import (
@@ -365,14 +365,11 @@ def run(
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
     """Read `name=value` words; a value is a number or true and false where it reads as one."""
     options: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.strip():
-            raise UsageError(f"--option {word} has no value.", next_step="write --option name=value.")
+    for name, value in assignments(words).items():
         try:
-            options[name.strip()] = decode_json(value)
+            options[name] = decode_json(value)
         except msgspec.DecodeError:
-            options[name.strip()] = value
+            options[name] = value
     return options
 
 

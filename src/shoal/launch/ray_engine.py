@@ -172,9 +172,8 @@ class BridgeProcess:
         end = self.ends[index].fileno()
         close = functools.partial(self.close_ends, [index])
         explain = functools.partial(self.explain, index)
-        return AgentHandle(
-            DescriptorChannel("the Ray cluster", end, end, explain, close), 1, f"actor {index}"
-        )
+        channel = DescriptorChannel("the Ray cluster", end, end, explain, close)
+        return AgentHandle(channel, 1, f"actor {index}")
 
     def explain(self, index: int, host: str) -> ShoalError:
         """Say what Ray says of an actor that has gone."""
