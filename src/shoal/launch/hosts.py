@@ -21,6 +21,7 @@ from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageErr
 from shoal.core.processes import is_own
 from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.protocol import AGENT, PipeChannel
+from shoal.report.units import counted
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
 _LINE = re.compile(rf"{_ENTRY.pattern}(?:\s+slots\s*=\s*(?P<more>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
@@ -59,16 +60,8 @@ class SshSettings:
 
 def parse_hosts(text: str) -> list[Host]:
     """Read 'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
-    found: list[Host] = []
-    for entry in text.split(","):
-        match = _ENTRY.fullmatch(entry.strip())
-        if match is None:
-            raise UsageError(
-                f"-H {text}: {entry.strip() or 'an empty place'} is no host.",
-                next_step="write -H host1:4,host2:4",
-            )
-        found.append(_host(match["name"], match["slots"], f"-H {text}"))
-    return merge(found)
+    step = "write -H host1:4,host2:4"
+    return merge(_parse_host(_ENTRY, entry.strip(), f"-H {text}", step) for entry in text.split(","))
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -79,22 +72,27 @@ def read_hostfile(path: Path) -> list[Host]:
         raise UsageError(
             f"The host file {path} cannot be read: {error}.", next_step="check --hostfile."
         ) from None
-    found: list[Host] = []
-    for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].strip()
-        if not words:
-            continue
-        match = _LINE.fullmatch(words)
-        if match is None:
-            raise UsageError(
-                f"Line {number} of {path} is no host: {words}.", next_step="write `host slots=4` or `host:4`."
-            )
-        found.append(_host(match["name"], match["more"] or match["slots"], f"line {number} of {path}"))
+    told = {number: line.partition("#")[0].strip() for number, line in enumerate(lines, start=1)}
+    step = "write `host slots=4` or `host:4`, one a line."
+    found = [
+        _parse_host(_LINE, words, f"Line {number} of {path}", step) for number, words in told.items() if words
+    ]
     if not found:
-        raise UsageError(
-            f"The host file {path} names no host.", next_step="write `host slots=4`, one a line."
-        )
+        raise UsageError(f"The host file {path} names no host.", next_step=step)
     return merge(found)
+
+
+def _parse_host(pattern: re.Pattern[str], words: str, where: str, next_step: str) -> Host:
+    match = pattern.fullmatch(words)
+    if match is None:
+        raise UsageError(f"{where}: {words or 'an empty place'} is no host.", next_step=next_step)
+    own = match.groupdict()
+    slots = int(own.get("more") or own["slots"] or 1)
+    if slots < 1:
+        raise UsageError(
+            f"{where}: {own['name']} has no slots.", next_step="give it 1 or more, or leave it out."
+        )
+    return Host(own["name"], slots)
 
 
 def merge(hosts: Iterable[Host]) -> list[Host]:
@@ -165,7 +163,7 @@ class Hosts(Engine):
         """Raise a UsageError when there are too few slots for so many."""
         if num_workers + num_servers <= self.num_slots:
             return
-        servers = f" and {num_servers} server{'s' if num_servers > 1 else ''}" if num_servers else ""
+        servers = f" and {counted(num_servers, 'server')}" if num_servers else ""
         named = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
         fits = self.num_slots - num_servers
         raise UsageError(
@@ -200,13 +198,6 @@ class Hosts(Engine):
             return AgentHandle(local, host.slots, host.name, has_own_disks=False)
         channel = open_ssh(host.name, self._ssh)
         return AgentHandle(channel, host.slots, host.name, cwd=self._ssh.remote_cwd)
-
-
-def _host(name: str, slots: str | None, where: str) -> Host:
-    count = 1 if slots is None else int(slots)
-    if count < 1:
-        raise UsageError(f"{name} has no slots ({where}).", next_step="give it 1 or more, or leave it out.")
-    return Host(name, count)
 
 
 def _first(hosts: list[Host], num_processes: int) -> list[Host]:

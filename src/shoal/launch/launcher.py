@@ -26,6 +26,7 @@ from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.polling import SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
+from shoal.report.units import counted
 
 GRACE_S = 3.0
 """A worker that was asked to end has so long for it."""
@@ -115,8 +116,8 @@ class _RestartingRun:
     def _tell_restart(self, settings: LaunchSettings, chosen: Sequence[AgentHandle]) -> None:
         *others, last = dict.fromkeys(agent.host for agent in chosen)
         names = f"{', '.join(others)} and {last}" if others else last
-        workers = f"{settings.num_workers} worker{'s' if settings.num_workers > 1 else ''}"
         which = f"restart {settings.restart_count} of {settings.elastic.max_restarts}"
+        workers = counted(settings.num_workers, "worker")
         self._output.say(f"{which} with {workers}{f' on {names}' if names else ''}")
 
     def _interrupt(self, number: int) -> Outcome:

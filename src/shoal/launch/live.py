@@ -31,6 +31,7 @@ from shoal.launch.polling import Interest
 from shoal.launch.protocol import Beat, HostLeaves, JobFailed, LinkData, Post, Up
 from shoal.launch.settings import JOINING_VARIABLE, LaunchSettings, variables_of_one
 from shoal.launch.worker import Worker, name_ranks
+from shoal.report.units import counted
 
 if TYPE_CHECKING:
     from shoal.launch.joining import JoinPort
@@ -186,8 +187,12 @@ class LiveRun(RunWorkers):
         self._retire(leaving)
         if leaving:
             return f"{len(leaving)} of {len(going)} workers will leave"
-        staying = [f"{_count(len(kept))} that had to leave will stay"] if kept else []
-        joining = [f"{_count(num_more)} will join the {len(going)} that are there"] if num_more > 0 else []
+        staying = [f"{counted(len(kept), 'worker')} that had to leave will stay"] if kept else []
+        joining = (
+            [f"{counted(num_more, 'worker')} will join the {len(going)} that are there"]
+            if num_more > 0
+            else []
+        )
         return ", ".join(staying + joining) or f"there are {size} workers"
 
     # Hosts that come, come back, are lost, and leave.
@@ -245,7 +250,7 @@ class LiveRun(RunWorkers):
                 self._open_later(lost, now_s)
             return
         is_back = lost is not None and lost.machine == agent.machine
-        joined = "is back" if is_back else f"has joined with {agent.slots} slot{'s' * (agent.slots > 1)}"
+        joined = "is back" if is_back else f"has joined with {counted(agent.slots, 'slot')}"
         self._say(f"{agent.host} {joined}")
         self._backoff.answered(_paused_name(lost))
         self._backoff.answered(agent.machine)
@@ -441,10 +446,6 @@ class LiveRun(RunWorkers):
 def _paused_name(lost: AgentHandle | None) -> str:
     """Return what is left out for a while when a try fails; the empty name stands for machines to come."""
     return "" if lost is None else lost.machine
-
-
-def _count(num_workers: int) -> str:
-    return f"{num_workers} worker{'' if num_workers == 1 else 's'}"
 
 
 def address_of(run: str) -> str:

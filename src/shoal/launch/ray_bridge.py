@@ -22,6 +22,7 @@ from typing import Any
 from shoal.core import SYSTEM_CLOCK, LoopThread, Scope, ShoalError
 from shoal.launch.polling import poll_once
 from shoal.launch.protocol import AGENT, ChildProcess, Decoder, JobFailed, Message, MessageStream
+from shoal.report.units import counted
 
 READ_BYTES = 1 << 16
 _MAX_LAST_WORDS = 2000
@@ -256,7 +257,7 @@ class Bridge:
             num_gpus = 1.0 if self._total("GPU") >= num_workers else 0.0
             bundle = {"CPU": request.num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
             each = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
-            workers = f"{num_workers} worker{'' if num_workers == 1 else 's'} with {each} each"
+            workers = f"{counted(num_workers, 'worker')} with {each} each"
             group = placement_group([bundle] * num_workers, strategy="PACK")
             limit_s = request.start_timeout_s if num_workers == request.min_workers else patience_s
             if self._wait_for(group, limit_s, workers):
@@ -285,7 +286,7 @@ class Bridge:
     def _room(self) -> str:
         num_nodes, num_gpus, free = len(self._nodes()), self._total("GPU"), self._ray.available_resources()
         has_gpus = f" and {num_gpus:g} GPUs ({free.get('GPU', 0.0):g} free)" if num_gpus else ""
-        nodes = "1 node has" if num_nodes == 1 else f"{num_nodes} nodes have"
+        nodes = counted(num_nodes, "node has", "nodes have")
         return f"its {nodes} {self._total('CPU'):g} CPUs ({free.get('CPU', 0.0):g} free){has_gpus}"
 
     def _total(self, resource: str) -> float:
