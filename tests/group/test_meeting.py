@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerLost, PeerRefused, UsageError
+from shoal.core.processes import own_socket_address
 from shoal.group.host import meeting
 from shoal.group.host.meeting import (
     MAX_WORKERS,
@@ -17,7 +18,6 @@ from shoal.group.host.meeting import (
     JoinRequest,
     MeetingWelcome,
     SharedFiles,
-    _address,
     meet,
     receive,
     send,
@@ -77,7 +77,7 @@ def guest_of(key, said=None, size=2):
     with concurrent.futures.ThreadPoolExecutor(1) as threads, things(1) as (pipe, _):
         host = threads.submit(attend, key, 0, size)
         with socket.socket(socket.AF_UNIX) as guest:
-            while guest.connect_ex(_address(key)):
+            while guest.connect_ex(own_socket_address(key)):
                 assert not host.done()
             if said is not None:
                 send(guest, said, [pipe])
@@ -131,14 +131,14 @@ def test_those_who_do_not_belong_are_refused_on_both_sides(key, said, complaint,
 
 def test_two_hosts(key):
     with socket.socket(socket.AF_UNIX) as taken:
-        taken.bind(_address(key))
+        taken.bind(own_socket_address(key))
         with pytest.raises(UsageError, match=r"Another process holds the socket of this run(.|\n)*rank 0"):
             attend(key, 0, 2)
 
 
 def test_a_host_that_ends_is_named(key):
     with socket.socket(socket.AF_UNIX) as host, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        host.bind(_address(key))
+        host.bind(own_socket_address(key))
         host.listen()
         guest = threads.submit(attend, key, 1, 2)
         connection, _ = host.accept()
@@ -149,9 +149,9 @@ def test_a_host_that_ends_is_named(key):
 
 def test_a_host_of_another_user_is_not_told_anything(key, monkeypatch):
     with socket.socket(socket.AF_UNIX) as host:
-        host.bind(_address(key))
+        host.bind(own_socket_address(key))
         host.listen()
-        monkeypatch.setattr(meeting, "_is_own_user", lambda other: False)
+        monkeypatch.setattr(meeting, "is_own_user", lambda other: False)
         with pytest.raises(PeerRefused, match="another user"):
             attend(key, 1, 2)
 
@@ -166,7 +166,7 @@ def test_one_that_ends_before_it_says_who_it_is_has_not_come(key):
 def test_one_that_comes_and_ends_is_named_at_once_to_all(key, nothing_stays_open):
     with guest_of(key, JoinRequest(1, 4, 1), size=4) as (guest, host), things(2) as (pipe, _):
         with socket.socket(socket.AF_UNIX) as another, contextlib.ExitStack() as received:
-            another.connect(_address(key))
+            another.connect(own_socket_address(key))
             send(another, JoinRequest(2, 4, 1), [pipe])
             guest.close()
             with pytest.raises(PeerLost, match="rank 1 ended while the group was made"):
@@ -202,7 +202,7 @@ def test_a_host_without_room_for_more_files_names_the_limit(key, nothing_stays_o
 def test_a_guest_without_room_for_more_files_names_the_limit(key, nothing_stays_open):
     """The kernel drops the descriptors that a process may not hold."""
     with socket.socket(socket.AF_UNIX) as host, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        host.bind(_address(key))
+        host.bind(own_socket_address(key))
         host.listen()
         joining = threads.submit(attend, key, 1, 2)
         guest, _ = host.accept()

@@ -7,12 +7,15 @@ networks of its network interfaces. And what a process that Shoal has started pu
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import os
+import platform
 import signal
 import socket
 import struct
 import sys
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +23,7 @@ from shoal.core.errors import UsageError
 from shoal.core.ids import Address, is_loopback
 
 State = Literal["running", "stopped", "gone"]
+_HAS_NAMES_WITHOUT_FILES = platform.system() == "Linux"
 _HAS_PROC = Path("/proc/self/stat").exists()
 _NAMESPACE = Path("/proc/self/ns/pid")
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
@@ -151,6 +155,22 @@ def _address_of(interface: str) -> str:
             next_step="name one of them with --network-interface, or give an address of this machine.",
         )
     return addresses[interface][0]
+
+
+def own_socket_address(purpose: str) -> str:
+    """Return the address of a UNIX socket of this user's: on Linux a name that leaves no file behind."""
+    digest = hashlib.blake2b(f"{os.getuid()} {purpose}".encode(), digest_size=16).hexdigest()
+    if _HAS_NAMES_WITHOUT_FILES:
+        return f"\0shoal-{digest}"
+    return str(Path(tempfile.gettempdir()) / f"shoal-{digest}")
+
+
+def is_own_user(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: a name without a file has no permissions."""
+    if not _HAS_NAMES_WITHOUT_FILES:
+        return True
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def network_of(address: str) -> str:

@@ -8,13 +8,11 @@ file. Other machines may join by themselves (`joining`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import select
 import signal
 import socket
-import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +22,7 @@ from shoal.core.board import name_of_run
 from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
 from shoal.core.errors import ProtocolError, ShoalError, UsageError
 from shoal.core.limits import FailureBackoff
+from shoal.core.processes import is_own_user, own_socket_address
 from shoal.core.run_options import RUN_ID_VARIABLE, SILENCE_S
 from shoal.launch.head import AgentHandle, Engine, RunWorkers, hear_hello, is_outward, outward_address
 from shoal.launch.output import LogFiles, Output
@@ -121,7 +120,7 @@ class LiveRun(RunWorkers):
             self._open_port()
         with contextlib.suppress(OSError):  # without it nobody can scale the run, which trains all the same
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(address_of(self._name))
+            listener.bind(_address_of(self._name))
             listener.listen(8)
             listener.setblocking(False)
             self._listener = listener
@@ -135,6 +134,8 @@ class LiveRun(RunWorkers):
         for one in (self._listener, self._port):
             if one is not None:
                 one.close()
+        if self._listener is not None and (address := _address_of(self._name))[0] != "\0":
+            Path(address).unlink(missing_ok=True)
 
     def interests(self, *, is_full: bool) -> list[Interest]:
         """Say what a poll should wait for."""
@@ -421,7 +422,7 @@ class LiveRun(RunWorkers):
             request, _ = self._listener.accept()
             with request:
                 request.settimeout(_REQUEST_S)
-                if _is_own_user(request):
+                if is_own_user(request):
                     answer = self._answer(request.recv(_MAX_REQUEST_BYTES))
                     request.sendall(msgspec.json.encode(answer))
 
@@ -448,10 +449,9 @@ def _paused_name(lost: AgentHandle | None) -> str:
     return "" if lost is None else lost.machine
 
 
-def address_of(run: str) -> str:
-    """Return the name of the socket of a run's launcher: one of this user, without a file."""
-    digest = hashlib.blake2b(f"{os.getuid()} scale {run}".encode(), digest_size=16).hexdigest()
-    return f"\0shoal-{digest}"
+def _address_of(run: str) -> str:
+    """Return where the launcher of a run on this machine answers this user."""
+    return own_socket_address(f"scale {run}")
 
 
 def ask_launcher(run: str, size: int | None = None) -> LauncherAnswer:
@@ -462,7 +462,7 @@ def ask_launcher(run: str, size: int | None = None) -> LauncherAnswer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_ANSWER_S)
         try:
-            launcher.connect(address_of(run))
+            launcher.connect(_address_of(run))
             launcher.sendall(msgspec.json.encode(LauncherRequest(size)))
             return msgspec.json.decode(launcher.recv(_MAX_REQUEST_BYTES), type=LauncherAnswer)
         except (OSError, msgspec.DecodeError):
@@ -471,12 +471,3 @@ def ask_launcher(run: str, size: int | None = None) -> LauncherAnswer:
                 cause="the run is over, was started on another machine, or without --elastic.",
                 next_step="`shoal top` shows the runs of this machine.",
             ) from None
-
-
-def _is_own_user(peer: socket.socket) -> bool:
-    """Whether a process of this user is at the other end, where the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return bool(user == os.getuid())

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
-import platform
 import select
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +31,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
+from shoal.core.processes import is_own_user, own_socket_address
 from shoal.group.base import rank_to_blame
 from shoal.group.host.memory import MemoryRange
 
@@ -43,7 +41,6 @@ _FRAME = struct.Struct("<I")
 _MAX_BYTES = 1 << 16
 MAX_WORKERS = 250
 """Of one machine: the kernel passes 253 descriptors at once, and the shared files are among them."""
-_HAS_NAMES_WITHOUT_FILES = platform.system() == "Linux"
 _RETRY_S = 0.005
 _LINE_EVERY_S = 10.0
 _SPEAKING_S = 10.0
@@ -143,18 +140,11 @@ def meet(
             f"{request.size} workers on one machine are more than the {MAX_WORKERS} that can share memory.",
             next_step=f"start {MAX_WORKERS} or fewer.",
         )
-    address = _address(key)
+    address = own_socket_address(key)
     if shared is None:
         return _join(address, request, pipe, _Wait(deadline))
     with _listen(address, request.size) as listener:
         return _gather(listener, request, pipe, shared, _Wait(deadline))
-
-
-def _address(key: str) -> str:
-    digest = hashlib.blake2b(f"{os.getuid()} {key}".encode(), digest_size=16).hexdigest()
-    if _HAS_NAMES_WITHOUT_FILES:
-        return f"\0shoal-{digest}"  # no file: nothing to clean up
-    return str(Path(tempfile.gettempdir()) / f"shoal-{digest}")
 
 
 @contextlib.contextmanager
@@ -258,7 +248,7 @@ def _welcome(
         try:
             worker = stack.enter_context(listener.accept()[0])
             worker.settimeout(_SPEAKING_S)
-            if not _is_own_user(worker):
+            if not is_own_user(worker):
                 return None
             said, descriptors = receive(worker, JoinRequest, stack)
             peer, refusal = said.rank, _refusal(said, own, known)
@@ -351,7 +341,7 @@ def _connect(address: str, request: JoinRequest, wait: _Wait) -> socket.socket:
             )
         wait.look("rank 0 to come")
         time.sleep(_RETRY_S)
-    if not _is_own_user(host):
+    if not is_own_user(host):
         host.close()
         raise PeerRefused(
             "A process of another user holds the socket of this run.",
@@ -359,14 +349,6 @@ def _connect(address: str, request: JoinRequest, wait: _Wait) -> socket.socket:
             next_step="look who else works on this machine, and start the run again.",
         )
     return host
-
-
-def _is_own_user(other: socket.socket) -> bool:
-    """Tells whether a process is this user's: an abstract name has no file permissions."""
-    if not _HAS_NAMES_WITHOUT_FILES:
-        return True
-    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _lost(rank: int) -> PeerLost:
