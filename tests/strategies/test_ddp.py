@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
-from shoal.group import Done, share, torch_world
+from shoal.group import Done, share
+from shoal.group.cluster import torch_world
 from shoal.group.solo import SoloGroup
 from shoal.strategies.ddp import TorchDDP
 from strategies import loops
