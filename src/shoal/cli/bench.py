@@ -92,7 +92,7 @@ def transport(context: typer.Context, flags: TransportFlags, run: TransportRunFl
 
 
 @app.command()
-@with_flags("short", "against")
+@with_flags("short")
 def virtual(context: typer.Context, config: VirtualConfig, run: VirtualRunFlags) -> None:
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     Profile.load(config.profile)  # complains before anything is started
