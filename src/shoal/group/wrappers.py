@@ -46,7 +46,7 @@ from shoal.transport.network.faults import (
     Skew,
     Slow,
 )
-from shoal.transport.network.pipes import Passage
+from shoal.transport.network.links import Passage
 
 T = TypeVar("T")
 _WHAT = "The fault script of a group"

@@ -47,7 +47,7 @@ from shoal.group.operations import OperationPlan, TrafficCounter
 from shoal.group.solo import LocalGroup, LocalWindow
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions
-from shoal.transport.network.pipes import Link, Passage
+from shoal.transport.network.links import Link, Passage
 
 T = TypeVar("T")
 CallAt: TypeAlias = Callable[[float, Callable[[], None]], None]

@@ -3,12 +3,12 @@
 import pytest
 
 from shoal.transport.network.distributions import Draws, Exponential, Normal
-from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, UpLine, WayLink
+from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, Link, UpLine
 from shoal.transport.network.profiles import Way
 
 
 def link(up=None, down=None, seed=0, **way):
-    return WayLink(Way(**way), up, down, Draws(seed, "a", "b"))
+    return Link(Way(**way), up, down, Draws(seed, "a", "b"))
 
 
 def test_two_messages_at_8_mbit_s():

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.core import Address, UsageError
 from shoal.core.virtual import START_WALL_S, run_virtual
+from shoal.transport.network.links import Passage
 from shoal.transport.network.memory import SOCKET_BYTES, MemoryNetwork
-from shoal.transport.network.pipes import Passage
 
 
 class FakeLink:

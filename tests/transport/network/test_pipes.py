@@ -7,7 +7,8 @@ import random
 import pytest
 
 from shoal.core.virtual import run_virtual
-from shoal.transport.network.pipes import IDEAL_LINK, Passage, Pipe, corrupted
+from shoal.transport.network.links import IDEAL_LINK, Passage
+from shoal.transport.network.pipes import Pipe, corrupted
 
 
 class FakeLink:

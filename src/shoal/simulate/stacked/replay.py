@@ -21,7 +21,7 @@ from shoal.simulate.group import CallAt, Links, Over, RingAllReduce
 from shoal.simulate.stacked.model import Edges
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions, Profile
-from shoal.transport.network.pipes import Passage
+from shoal.transport.network.links import Passage
 from shoal.transport.network.profiles import Way
 
 Bytes: TypeAlias = npt.NDArray[np.int64]

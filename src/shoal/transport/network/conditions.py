@@ -16,8 +16,8 @@ from shoal.core import Address, Clock, UsageError
 from shoal.transport.network import faults
 from shoal.transport.network.distributions import Draws
 from shoal.transport.network.faults import Event, FaultScript, Schedule
-from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, UpLine, WayLink
-from shoal.transport.network.pipes import Loop, Passage, Timer, nothing
+from shoal.transport.network.links import LEAST_RETRANSMISSION_S, DownLine, Link, Passage, UpLine, nothing
+from shoal.transport.network.pipes import Loop, Timer
 from shoal.transport.network.profiles import Profile, Way
 
 PeerNames = tuple[str | None, ...]
@@ -40,14 +40,14 @@ class Conditions:
         self.version = 0
         """Grows whenever other faults hold."""
         self.next_change_s = math.inf
-        self._schedule: Schedule | None = None
-        if script is not None:
-            script.check_names(self.profile.places)
-            script.refuse_changes()
-            self._schedule = Schedule(script, seed)
+        self._has_script = script is not None
+        script = script or FaultScript()
+        script.check_names(self.profile.places)
+        script.refuse_changes()
+        self._schedule = Schedule(script, seed)
         # where all ways are alike, it need not be looked for again for each of a simulation's links
         self._only_way = None if self.profile.ways.between else self.profile.way_between(_ANY, _ANY)
-        self._links: dict[tuple[Address | None, Address | None, str], WayLink] = {}
+        self._links: dict[tuple[Address | None, Address | None, str], Link] = {}
         self._up: dict[Address, UpLine | None] = {}
         self._down: dict[Address, DownLine | None] = {}
         self._subscribers: dict[object, Callable[[], None]] = {}
@@ -72,7 +72,7 @@ class Conditions:
             return
         self._loop = loop or asyncio.get_running_loop()
         self._started_s = self._loop.time()
-        if self._schedule is not None and not self._is_stopped:
+        if not self._is_stopped:
             self.next_change_s = self._started_s + self._schedule.next_change_s
             self._turn()
 
@@ -96,12 +96,11 @@ class Conditions:
     def step(self, number: int) -> None:
         """Tell the script which step the program is at; steps go forward only."""
         self._step = max(self._step, number)
-        if self._schedule is not None:
-            self._turn()
+        self._turn()
 
     def catch_up(self, now_s: float) -> None:
         """Have the faults of a time hold; those who wait for a change are told by the loop, not in here."""
-        if self._schedule is None or self._is_stopped:
+        if self._is_stopped:
             return
         if self._schedule.advance(now_s - self._started_s, self._step):
             self.version += 1
@@ -144,7 +143,7 @@ class Conditions:
         """Whether the script has killed this peer."""
         return any(
             event.is_active and isinstance(event.fault, faults.Kill) and event.concerns(self._names(address))
-            for event in self._events()
+            for event in self._schedule.events
         )
 
     def clock_for(self, where: Callable[[], Address | None], clock: Clock) -> Clock:
@@ -152,14 +151,14 @@ class Conditions:
 
         `where` is looked at whenever the clock is, since a peer may be known by another address than before.
         """
-        is_skewed = any(isinstance(event.fault, faults.Skew) for event in self._events())
+        is_skewed = any(isinstance(event.fault, faults.Skew) for event in self._schedule.events)
         return _SkewedClock(self, where, clock) if is_skewed else clock
 
     def clock_error_s(self, address: Address) -> float:
         """How far the script lets a peer's wall clock be ahead now."""
         return sum(
             event.fault.offset_s + event.fault.drift * (self.now_s() - event.began_s)
-            for event in self._events()
+            for event in self._schedule.events
             if isinstance(event.fault, faults.Skew)
             and event.is_active
             and event.concerns(self._names(address))
@@ -171,13 +170,13 @@ class Conditions:
 
     # --- links ---
 
-    def link(self, source: Address | None, target: Address | None, part: LinkPart = "whole") -> WayLink:
+    def link(self, source: Address | None, target: Address | None, part: LinkPart = "whole") -> Link:
         """One's line up, the way between, the other's line down.
 
         `leaving` is what a sender shapes itself: its line up, and the way to a peer that it knows; `arriving`
         what a receiver does: its line down, and the way from a peer that it has dialed.
         """
-        if self._loop is None and self._schedule is not None:
+        if self._loop is None and self._has_script:
             self.start()
         key = (source, target, part)
         link = self._links.get(key)
@@ -192,17 +191,17 @@ class Conditions:
             if source == target:  # a peer reaches itself through no network
                 up, down, way = None, None, Way()
             draws = Draws(self.seed, "link", str(source), str(target))
-            if self._schedule is None:
-                link = WayLink(way, up, down, draws)
-            else:
+            if self._has_script:
                 link = FaultyLink(self, (source, target), way, (up, down), draws)
+            else:
+                link = Link(way, up, down, draws)
             self._links[key] = link
         return link
 
     def concern_line(self, here: Address) -> bool:
         """Whether anything is to be done for what reaches or leaves a peer, apart from ways to others."""
         place = self.profile.line_of(here)
-        return self._schedule is not None or bool(place.up_mbit_s or place.down_mbit_s)
+        return self._has_script or bool(place.up_mbit_s or place.down_mbit_s)
 
     def _line(
         self, lines: dict[Address, L | None], peer: Address, mbit_s: float | None, make: type[L]
@@ -216,11 +215,8 @@ class Conditions:
 
     # --- faults ---
 
-    def _events(self) -> list[Event]:
-        return [] if self._schedule is None else self._schedule.events
-
     def _names(self, peer: Address | None) -> PeerNames:
-        if peer is None or self._schedule is None:
+        if peer is None:
             return ()
         return self._schedule.names_of(peer, self.profile.place_of(peer))
 
@@ -233,7 +229,7 @@ class Conditions:
     def _slowness(self, peer: Address) -> float:
         """How many times slower a peer's own line is now."""
         slowness = 1.0
-        for event in self._events():
+        for event in self._schedule.events:
             fault = event.fault
             if event.is_active and isinstance(fault, faults.Slow) and not (fault.link or fault.between):
                 slowness *= fault.factor if event.concerns(self._names(peer)) else 1.0
@@ -241,7 +237,7 @@ class Conditions:
 
     def effects_on(self, source: Address | None, target: Address | None) -> Effects:
         """What the script does now to a link, or, of a peer whose other side is not known, to its line."""
-        return effects_on(self._events(), self._names(source), self._names(target), self._started_s)
+        return effects_on(self._schedule.events, self._names(source), self._names(target), self._started_s)
 
 
 # --- what a fault script does to a link ---
@@ -306,7 +302,7 @@ def effects_on(events: Sequence[Event], source: PeerNames, target: PeerNames, st
     return effects
 
 
-class FaultyLink(WayLink):
+class FaultyLink(Link):
     """A link that a script may hurt; while it does not, it costs two comparisons more."""
 
     def __init__(

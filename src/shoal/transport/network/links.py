@@ -13,15 +13,25 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from shoal.transport.network.distributions import Draws, sampler_of
-from shoal.transport.network.pipes import Passage, nothing
 from shoal.transport.network.profiles import DEFAULT_QUEUE_MS, Way
 
 PACKET_BYTES = 1400
 LEAST_RETRANSMISSION_S = 0.01  # a lost packet is missed no sooner, however near the other side is
 
 _MAX_TRIES = 8
+
+
+class Passage(NamedTuple):
+    """How a link carries something; times are those of the loop."""
+
+    left_at_s: float
+    """When the sender's queue has passed it on: bandwidth."""
+    arrives_at_s: float
+    """Infinity: held up, not carried; to be asked for again when the link has changed."""
+    is_corrupt: bool = False
 
 
 class LineQueue:
@@ -132,8 +142,11 @@ class DownLine(LineQueue):
         return None if through_s is None else max(last_s, through_s)
 
 
-class WayLink:
-    """A link that a profile describes: lines of both ends, where they have a limit, and the way between."""
+class Link:
+    """One direction between two peers: lines of both ends, where they have a limit, and the way between.
+
+    It says when bytes leave and arrive and keeps none of them. Real and simulated networks ask the same ones.
+    """
 
     def __init__(self, way: Way, up: UpLine | None, down: DownLine | None, draws: Draws) -> None:
         self._way = UpLine(way.mbit_s, way.queue_ms or DEFAULT_QUEUE_MS) if way.mbit_s else None
@@ -152,13 +165,13 @@ class WayLink:
         return min((line.bytes_per_s for line in lines), default=math.inf)
 
     def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
-        """For bytes that must arrive."""
+        """For bytes that must arrive; the caller keeps their order."""
         passage = self._carry(now_s, size_bytes, is_datagram=False)
         assert passage is not None, "only datagrams are lost"
         return passage
 
     def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        """For a packet: lost by chance, and where a queue is full of datagrams."""
+        """For a packet: none when it is lost, by chance or for want of room; two when it is duplicated."""
         passage = self._carry(now_s, size_bytes, is_datagram=True)
         return () if passage is None else (passage,)
 
@@ -190,7 +203,7 @@ class WayLink:
         return Passage(left_s, arrives_s)
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Nothing is ever held up."""
+        """Have it called whenever what was held up may pass, here never; returns how to stop that."""
         return nothing
 
     def happens(self, probability: float, size_bytes: int) -> bool:
@@ -207,3 +220,11 @@ class WayLink:
         while num_tries < _MAX_TRIES and self._uniform() < self._loss:
             num_tries += 1
         return num_tries * round_trip_s
+
+
+def nothing() -> None:
+    """For those who want to know of nothing, and how to stop what never begins."""
+
+
+IDEAL_LINK = Link(Way(), None, None, Draws(0))
+"""No delay, no limit, no loss."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import Address, Clock, UsageError, running_clock
 from shoal.transport.network.conditions import Conditions
-from shoal.transport.network.pipes import IDEAL_LINK, Link, Pipe, corrupted
+from shoal.transport.network.links import IDEAL_LINK, Link
+from shoal.transport.network.pipes import Pipe, corrupted
 from shoal.transport.network.sockets import Accepted, Network, Tls
 
 if TYPE_CHECKING:

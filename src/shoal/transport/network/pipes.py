@@ -1,7 +1,7 @@
 """One direction of a byte stream under a link: what has been pushed, what is on its way, what is held up.
 
-A link says when bytes leave and arrive and keeps no bytes; a pipe keeps them and tells. Links in memory and
-shaped sockets both run on these.
+A link (`links`) says when bytes leave and arrive and keeps none; a pipe keeps them and tells. Streams in
+memory (`memory`) and tunnels between real sockets (`shaped`) both run on pipes.
 """
 
 from __future__ import annotations
@@ -12,55 +12,14 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from shoal.core import SYSTEM_CLOCK
+from shoal.transport.network.links import Link
 
 _SOON_S = 0.02  # from here on a millisecond is less than 5 %
 _SPIN_S = 0.0015
-
-
-class Passage(NamedTuple):
-    """How a link carries something; times are those of the loop."""
-
-    left_at_s: float
-    """When the sender's queue has passed it on: bandwidth."""
-    arrives_at_s: float
-    """Infinity: held up, not carried; to be asked for again when the link has changed."""
-    is_corrupt: bool = False
-
-
-class Link(Protocol):
-    """One direction between two peers, as a network treats it."""
-
-    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
-        """For bytes that must arrive; the caller keeps their order."""
-
-    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        """For a packet: none when it is lost, two when it is duplicated."""
-
-    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have it called whenever what was held up may pass; returns how to stop that."""
-
-
-class _IdealLink:
-    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
-        return Passage(now_s, now_s)
-
-    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        return (Passage(now_s, now_s),)
-
-    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return nothing
-
-
-def nothing() -> None:
-    """For those who want to know of nothing, and how to stop what never begins."""
-
-
-IDEAL_LINK: Link = _IdealLink()
-"""No delay, no limit."""
 
 
 def corrupted(data: bytes, choice: random.Random) -> bytes:

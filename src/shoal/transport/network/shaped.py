@@ -24,8 +24,8 @@ from shoal.core.scope import settle
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.distributions import digest_of
 from shoal.transport.network.faults import FaultScript
-from shoal.transport.network.links import WayLink
-from shoal.transport.network.pipes import Pipe, PreciseTimers, call_on_loop, corrupted, nothing
+from shoal.transport.network.links import Link, nothing
+from shoal.transport.network.pipes import Pipe, PreciseTimers, call_on_loop, corrupted
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.sockets import (
     Accepted,
@@ -169,8 +169,8 @@ class ShapedNetwork(Network):
     async def _open_tunnel(
         self,
         outside: socket.socket,
-        leaving: WayLink,
-        arriving: WayLink,
+        leaving: Link,
+        arriving: Link,
         timers: PreciseTimers,
         target: Address | None,
     ) -> socket.socket:
@@ -302,8 +302,8 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
         self._timers = timers
         self._socket: asyncio.DatagramTransport | None = None
         self._here: Address | None = None
-        self._links: dict[Any, WayLink] = {}
-        self._down: WayLink | None = None
+        self._links: dict[Any, Link] = {}
+        self._down: Link | None = None
         self._choice = random.Random(owner.conditions.seed)
         self._num_leaving = 0
         self._is_closing = False
@@ -342,7 +342,7 @@ class ShapedDatagrams(asyncio.DatagramTransport, asyncio.DatagramProtocol):
             if self._is_closing and self._num_leaving == 0:
                 self._socket.close()
 
-    def _passages(self, link: WayLink, packet: bytes) -> list[tuple[float, bytes]]:
+    def _passages(self, link: Link, packet: bytes) -> list[tuple[float, bytes]]:
         return [
             (arrives_s, corrupted(packet, self._choice) if is_corrupt and packet else packet)
             for _, arrives_s, is_corrupt in link.carry_datagram(self._timers.time(), len(packet))
@@ -457,7 +457,7 @@ class ShapedListener:
 class _End(asyncio.Protocol):
     """One socket, and the pipe that leads away from it."""
 
-    def __init__(self, timers: PreciseTimers, link: WayLink, choice: random.Random) -> None:
+    def __init__(self, timers: PreciseTimers, link: Link, choice: random.Random) -> None:
         self.transport: asyncio.Transport | None = None
         self.is_lost = False
         self.has_ended = False
@@ -558,9 +558,7 @@ class Tunnel:
     the bytes that a corrupting link damages.
     """
 
-    def __init__(
-        self, timers: PreciseTimers, leaving: WayLink, arriving: WayLink, choice: random.Random
-    ) -> None:
+    def __init__(self, timers: PreciseTimers, leaving: Link, arriving: Link, choice: random.Random) -> None:
         self.loop = timers.loop
         self._inside = _End(timers, leaving, choice)
         self._outside = _End(timers, arriving, choice)
@@ -605,7 +603,7 @@ class Tunnel:
             self.on_over()
 
 
-async def cross(link: WayLink, timers: PreciseTimers, size_bytes: int) -> None:
+async def cross(link: Link, timers: PreciseTimers, size_bytes: int) -> None:
     """Wait for as long as one packet takes; the caller's deadline ends a wait for a link that is cut."""
     while True:
         waiter: asyncio.Future[None] = timers.loop.create_future()
