@@ -18,7 +18,6 @@ from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
 from shoal.tensors.codecs import CODECS, Codec, Encoded, codec_from_name, decode
 from shoal.tensors.codecs.base import PLAIN
 from shoal.tensors.dtypes import dtype_name, dtype_named
-from shoal.transport.memory import fill_from
 
 INFO = "expert.info"
 FORWARD = "expert.forward"
@@ -186,7 +185,10 @@ def stacked(
     for index, (dtype, shape) in enumerate(_remembered_arrays(tuple(parts[0][0]))):
         buffers = [buffers[index] for _, buffers in parts]
         memory = allocate(sum(map(len, buffers)))
-        fill_from(memory, buffers)
+        start = 0
+        for buffer in buffers:
+            memory[start : start + len(buffer)] = buffer
+            start += len(buffer)
         tensors.append(torch.from_numpy(np.frombuffer(memory, dtype).reshape(-1, *shape[1:])))
     return tensors
 

@@ -44,15 +44,6 @@ def fill(views: Sequence[memoryview], body: memoryview) -> None:
         start = end
 
 
-def fill_from(memory: memoryview, buffers: Sequence[Any]) -> None:
-    """Copy the buffers into memory, one after another."""
-    start = 0
-    for buffer in buffers:
-        end = start + len(buffer)
-        memory[start:end] = buffer
-        start = end
-
-
 def aligned_memory(size_bytes: int) -> memoryview:
     """New writable memory on a 64-byte boundary; its content is whatever was there before."""
     return memoryview(_aligned(np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,7 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from shoal.core import Address, Clock, Deadline, Peer, PeerError, PeerId, PeerRefused, UsageError
+from shoal.core import (
+    Address,
+    Clock,
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerError,
+    PeerId,
+    PeerRefused,
+    ProtocolError,
+    ShoalError,
+    UsageError,
+)
 from shoal.core.errors import did_you_mean
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.memory import BufferPool, byte_view, fill
@@ -296,6 +309,14 @@ def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
         ) from error
 
 
+def time_left(method: str, peer: Peer | Address, deadline: Deadline) -> tuple[float, int]:
+    """The seconds that a call has, and the milliseconds as its request tells them, 0 for no end."""
+    remaining_s = deadline.at_s - deadline.clock.now_s()
+    if remaining_s <= 0:
+        raise DeadlineExceeded(f"{method} at {peer}: the deadline had passed before it was sent.")
+    return remaining_s, 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
+
+
 def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
     """A message's head as it travels; UsageError when its payload cannot, or is more than any peer takes."""
     try:
@@ -311,6 +332,13 @@ def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
             next_step="send large things as buffers.",
         )
     return encoded
+
+
+def unusable_answer(error: Exception, peer: Peer, method: str) -> Exception:
+    """What a caller is told of an answer that could not be taken in: ProtocolError for a peer's nonsense."""
+    if isinstance(error, ShoalError) or not isinstance(error, UNREADABLE):
+        return error
+    return ProtocolError(f"The answer of {peer} to {method} cannot be read: {error}.")
 
 
 def other_peer(target: Peer, found: PeerId | None) -> PeerRefused:

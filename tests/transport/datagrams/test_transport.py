@@ -17,11 +17,13 @@ from shoal.core import (
     PeerLost,
     PeerRefused,
     PeerUnreachable,
+    ProtocolError,
     RemoteFailure,
     UsageError,
     VersionMismatch,
 )
 from shoal.transport import Limits, Reply, StreamTransport
+from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.transport import WINDOW, DatagramTransport
 from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, PacketKind
 from shoal.transport.frames import encode
@@ -464,6 +466,31 @@ def test_parts_of_two_answers_are_not_mixed():
             air.should_pass = lose_the_third
             assert (await client.call(address, "letter", deadline=soon())).payload == "b" * 5000
             assert client.stats.resent == 1
+
+    run_virtual(check())
+
+
+def test_parts_that_make_up_no_answer_fail_their_call_alone():
+    async def check():
+        air = Air()
+
+        def register(transport):
+            def nonsense(head, buffers):
+                session = next(iter(transport.sessions.values()))
+                for part in wire.cut(1, b"\xc1" * 3000):  # of the first call; no handler could send it
+                    session.queue(part)
+                return asyncio.get_running_loop().create_future()
+
+            transport.handle("nonsense", nonsense)
+            transport.handle("echo", lambda head, buffers: Reply(head.payload))
+
+        async with (
+            open_on(air, "server", handlers=register) as (_, address),
+            open_on(air, "client", listen=False) as (client, _),
+        ):
+            with pytest.raises(ProtocolError, match="nonsense cannot be read"):
+                await client.call(address, "nonsense", deadline=soon())
+            assert (await client.call(address, "echo", 1, deadline=soon())).payload == 1
 
     run_virtual(check())
 

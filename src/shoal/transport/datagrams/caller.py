@@ -35,9 +35,9 @@ from shoal.transport.datagrams.sessions import (
     Session,
 )
 from shoal.transport.datagrams.wire import SocketAddress, UnreadablePacket
-from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode, from_wire
+from shoal.transport.frames import ErrorHead, decode_payload, encode, from_wire
 from shoal.transport.limits import CallSlots
-from shoal.transport.messages import Head, Reply, received
+from shoal.transport.messages import Head, Reply, received, unusable_answer
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -336,7 +336,8 @@ class CallerSession(Session):
                 self._finish(call, wire.decode_answer(b"".join(arrived)))
             except UnreadablePacket as error:
                 call.has_outcome = True
-                call.answer.set_exception(self._unreadable(call, error))
+                what = f"The answer of {self.peer} to {call.method} cannot be read: {error}."
+                call.answer.set_exception(ProtocolError(what))
 
     def _finish(self, call: PendingDatagram, outcome: wire.AnswerFrame | wire.Failure) -> None:
         """Give a call its answer, in the memory that its caller wants."""
@@ -354,13 +355,9 @@ class CallerSession(Session):
                 body = memoryview(b"".join(outcome.buffers))
                 reply.buffers = received(head, call.into, self.transport.pool, body)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
-            is_unreadable = isinstance(error, UNREADABLE) and not isinstance(error, ShoalError)
-            call.answer.set_exception(self._unreadable(call, error) if is_unreadable else error)
+            call.answer.set_exception(unusable_answer(error, self.peer, call.method))
         else:
             call.answer.set_result(reply)
-
-    def _unreadable(self, call: PendingDatagram, error: Exception) -> ProtocolError:
-        return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
 
     def _on_challenge(self, frame: wire.Challenge) -> None:
         """The other side sees another address than before: prove it, and ask again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import re
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -49,6 +48,7 @@ from shoal.transport.messages import (
     Transport,
     byte_views,
     encode_head,
+    time_left,
 )
 from shoal.transport.network.sockets import Network, SocketNetwork, unreachable
 from shoal.transport.trust.membership import Membership, check_may_listen
@@ -244,10 +244,7 @@ class DatagramTransport(Transport):
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
             self._require_open()
-        remaining_s = deadline.at_s - deadline.clock.now_s()
-        if remaining_s <= 0:
-            raise DeadlineExceeded(f"{method} at {peer}: the deadline had passed before it was sent.")
-        timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
+        remaining_s, timeout_ms = time_left(method, peer, deadline)
         if buffers:
             views = byte_views(buffers)
             if sum(map(len, views)) > _MAX_REST_BYTES:

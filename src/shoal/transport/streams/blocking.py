@@ -34,7 +34,7 @@ from shoal.core import (
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport import frames
 from shoal.transport.frames import FrameKind, Mode, encode
-from shoal.transport.messages import Reply, byte_views, encode_head
+from shoal.transport.messages import Reply, byte_views, encode_head, time_left
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.connection import greeting_peer, own_hello, proven_id
@@ -229,15 +229,12 @@ class _BlockingConnection:
         decoder: msgspec.msgpack.Decoder[Any] | None,
     ) -> Reply | Exception:
         """Send a request and read until its answer is here, which may be an error that the peer tells."""
-        remaining_s = deadline.at_s - deadline.clock.now_s()
-        if remaining_s <= 0:
-            raise DeadlineExceeded(f"{method} at {self._peer}: the deadline had passed before it was sent.")
+        remaining_s, timeout_ms = time_left(method, self._peer, deadline)
         views = byte_views(buffers) if buffers else []
         sizes = list(map(len, views))
         total_bytes = sum(sizes)
         if total_bytes > MAX_CALL_BYTES:
             raise UsageError(f"{method} has {total_bytes:,} bytes, which is no small call.")
-        timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
         head = encode_head(
             method, (method, _CALL, timeout_ms, sizes, payload), self._limits.max_head_bytes
         )  # a RequestHead

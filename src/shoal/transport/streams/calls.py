@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -39,6 +38,8 @@ from shoal.transport.messages import (
     encode_head,
     memory_for,
     release,
+    time_left,
+    unusable_answer,
 )
 from shoal.transport.streams.channel import StreamChannel
 
@@ -127,7 +128,7 @@ class Calling:
             about = Head(call.method, reply.payload, head.sizes, connection.peer, call.deadline)
             reply.buffers = memory_for(about, call.into, connection.pool)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
-            call.answer.set_exception(self._unusable(call, error))
+            call.answer.set_exception(unusable_answer(error, connection.peer, call.method))
             return
         connection.arrivals.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
 
@@ -179,11 +180,7 @@ class Calling:
             views = byte_views(buffers) if buffers else ()
             if not connection.is_usable:
                 connection.raise_closed(method)
-            remaining_s = deadline.at_s - deadline.clock.now_s()
-            if remaining_s <= 0:
-                raise DeadlineExceeded(
-                    f"{method} at {connection.peer}: the deadline had passed before it was sent."
-                )
+            remaining_s, timeout_ms = time_left(method, connection.peer, deadline)
             if connection.outbox.waiting_bytes > connection.max_waiting_bytes:
                 raise PeerBusy(
                     f"{method}: {connection.peer} does not read what it is sent.",
@@ -193,7 +190,6 @@ class Calling:
             sizes = list(map(len, views))
             total_bytes = sum(sizes)
             connection.check_size_for_peer(method, total_bytes)
-            timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
             wire = (method, mode, timeout_ms, sizes, payload)  # a RequestHead
             head = encode_head(method, wire, self._max_head_bytes)
         except BaseException:
@@ -263,13 +259,6 @@ class Calling:
                 f"{method} at {self._connection.peer} could not be sent before its deadline.",
                 cause=f"{len(self.pending)} calls to this peer are open already.",
             )
-
-    def _unusable(self, call: PendingCall, error: Exception) -> Exception:
-        if isinstance(error, ShoalError) or not isinstance(error, frames.UNREADABLE):
-            return error
-        return ProtocolError(
-            f"The answer of {self._connection.peer} to {call.method} cannot be read: {error}."
-        )
 
 
 def _settle(call: PendingCall, reply: Reply) -> None:

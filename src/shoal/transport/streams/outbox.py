@@ -178,8 +178,7 @@ class Outbox:
 
     def seal(self) -> None:
         """Hand over the small frames at once, and nothing after them: the socket is about to be closed."""
-        if self._small and not self._is_closed:
-            self._write_small()
+        self.flush_small(is_last=True)
         self._is_closed = True
 
     def close(self) -> None:
@@ -229,17 +228,14 @@ class Outbox:
     def let_go(self) -> None:
         """Send what was held back, without waiting for the next turn of the loop."""
         self._is_scheduled = False
-        if self._small and not self.is_paused and not self._is_closed:
-            self._write_small()
+        self.flush_small()
         if self._bodies or self._sent:
             self._schedule()
 
-    def flush_small(self) -> None:
-        """Hand small frames to the socket now, if it takes any."""
-        if self._small and not self.is_paused and not self._is_closed:
-            self._write_small()
-
-    def _write_small(self) -> None:
+    def flush_small(self, *, is_last: bool = False) -> None:
+        """Hand small frames to the socket now, if it takes any; the last of them also where it is full."""
+        if not self._small or self._is_closed or (self.is_paused and not is_last):
+            return
         data = self._small[0] if len(self._small) == 1 else b"".join(self._small)
         self._small.clear()
         self.waiting_bytes = 0
