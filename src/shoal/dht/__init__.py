@@ -1,4 +1,10 @@
-"""A Kademlia DHT whose records expire, merge and may be owned: how peers of a swarm find what others have."""
+"""A Kademlia DHT whose records expire, merge and may be owned: how peers of a swarm find what others have.
+
+To be read in this order: `node` is what programs call, `search` and `store` look up and bring records,
+`protocol` asks and answers peers with the messages of `wire`, `records` says who may write and what is
+believed, `storage` and `routing_table` are what a peer holds and whom it knows; `join`, `replication` and
+`upkeep` keep it so.
+"""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ A name is hashed into a key. A key holds either one plain value or a dictionary 
 slots want the same place, the later one stays, and what is owned yields to its owner only (`judge`, `merge`):
 storage, cache and reads of several replicas all decide here.
 
-What is believed and stored passes a `Validator` first. A slot that carries its owner's public key is signed
-over everything that it says and where it says it. That alone keeps others from replacing it while it lives,
-not from being there first. Reserved places are nobody else's at any time, and a storing peer knows them from
-the bytes it is given:
+What is believed and stored passes `Validator.check` first: may its owner write there (`_check_owner`), and
+has it signed this (`_is_signed`). A slot that carries its owner's public key is signed over everything that
+it says and where it says it. That alone keeps others from replacing it while it lives, not from being there
+first. Reserved places are nobody else's at any time, and a storing peer knows them from the bytes it is
+given:
 
 - a reserved subkey is a tuple that names the peer id, so that everybody has a subkey of their own in one
   dictionary (`reserved`);

@@ -1,4 +1,7 @@
-"""How bytes move between peers: streams, datagrams, who may talk, and networks that misbehave on purpose."""
+"""How bytes move between peers: streams, datagrams, who may talk, and networks that misbehave on purpose.
+
+`messages` says what a call is to those who make and answer it, `endpoint` puts both kinds at one address.
+"""
 
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.endpoint import Endpoint

@@ -1,1 +1,6 @@
-"""Calls over TCP: frames in and out, the two sides of a call, connections and who looks after them."""
+"""Calls of any size and channels over TCP or TLS, many at once on each connection.
+
+`transport` is the door; `connection` passes each frame to whom it concerns: `calls` (both sides of a call)
+or `channel`; `outbox` sends and `decoder` receives; `blocking` is for threads that wait. The format is
+`..frames`.
+"""

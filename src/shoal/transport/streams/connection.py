@@ -2,7 +2,7 @@
 
 It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
 How a call flows through it is drawn in docs/architecture.md. Every frame passes here; what is done with one
-is elsewhere: in `calling`, `serving`, `channel` and `decoder`.
+is elsewhere: in `calls`, `channel` and `decoder`.
 """
 
 from __future__ import annotations

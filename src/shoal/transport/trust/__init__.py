@@ -1,1 +1,1 @@
-"""Who may talk: the swarm's secret, certificates made from it, lists of peers, and TLS."""
+"""Who may talk: `secret` of the swarm, `membership` and lists of peers, `tls` with the certificates."""
