@@ -4,6 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 import shoal
 from documented_names import problems, public_names
 
@@ -32,6 +34,13 @@ def test_a_public_name_without_a_place_is_named(tmp_path):
 def test_every_page_is_in_the_contents_once():
     pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
     assert sorted(re.findall(r": (\S+\.md)$", NAV, re.MULTILINE)) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "security.md", "networks.md", "dht.md"])
+def test_files_that_a_page_of_the_code_names_are_there(page):
+    files = [path.as_posix() for room in ("src", "tests", "tools") for path in (ROOT / room).rglob("*.py")]
+    named = re.findall(r"[\w/]+\.py\b", (DOCS / page).read_text())
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_the_five_lines_of_the_first_page_train():
