@@ -10,7 +10,7 @@ from shoal.core import Address, LoopThread, PeerId, UsageError
 from shoal.transport import introductions
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
-from shoal.transport.messages import Answers, MethodTable
+from shoal.transport.messages import HasMethods, MethodTable
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
@@ -18,7 +18,7 @@ from shoal.transport.trust.membership import Membership
 _ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
 
 
-class Endpoint(Answers):
+class Endpoint(HasMethods):
     """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others.
 
     It answers the methods of `introductions` by itself.

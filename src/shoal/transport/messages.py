@@ -113,8 +113,8 @@ class Channel(Protocol):
         """For the caller: wait for the reply that ends the channel."""
 
 
-class Answers(Protocol):
-    """What has methods that others call. Handlers are set before it listens."""
+class HasMethods(Protocol):
+    """What has methods that others call, an endpoint or a transport. Handlers are set before it listens."""
 
     routes: MethodTable
 
@@ -129,7 +129,7 @@ class Answers(Protocol):
         self.routes.add_channel(method, serve, payload_type)
 
 
-class Transport(Answers, Protocol):
+class Transport(HasMethods, Protocol):
     """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
 
     A handler whose caller has gone, cancelled or run out of time is cancelled, and what the call held is
