@@ -53,7 +53,7 @@ _PR_SET_PDEATHSIG = 1
 _GROUP_TIMEOUT_S = 120.0
 _BESIDE = -1  # the rank of a helper
 USUAL_SWITCH_INTERVAL_S = 0.005
-Backend = Literal["nccl", "gloo"]
+Backend = Literal["gloo", "nccl"]
 
 
 # --- children ---
