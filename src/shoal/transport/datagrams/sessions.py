@@ -214,8 +214,8 @@ class AeadSeal(BareSeal):
     def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
         self._encrypt = AESGCM(sending_key).encrypt
         self._decrypt = AESGCM(receiving_key).decrypt
-        self._window = ReplayWindow()
-        self.is_fresh = self._window.is_fresh  # type: ignore[method-assign]
+        # replays are refused here: the window itself is asked for each packet, without a method between
+        self.is_fresh = ReplayWindow().is_fresh  # type: ignore[method-assign]
 
     def seal(self, header: bytes, content: bytes) -> bytes:
         """The packet to send; a header must never be used twice."""
