@@ -237,3 +237,13 @@ def test_another_model_than_before_is_refused(tmp_path):
 def test_data_that_is_no_loader_is_divided_at_each_start(tmp_path):
     group = RestartedGroup(SoloGroup(), RestartMemory("worker", [tmp_path]))
     assert shoal.shard([1, 2, 3], group) == [1, 2, 3]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    with pytest.raises(PeerLost):
+        train_and_raise(Worker(SoloGroup(), tmp_path), PeerLost("gone"))
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    then = Worker(SoloGroup(), tmp_path)
+    with then.strategy.attach(then.model, then.optimizer):
+        assert torch.equal(torch.rand(3), wanted)

@@ -35,6 +35,7 @@ from shoal.group import Group, share
 from shoal.group.functions import agree, on_first, take_state
 from shoal.strategies.averaging import has_mean, own_model
 from shoal.strategies.session import still_there
+from shoal.strategies.start import refuse_unfit
 from shoal.tensors.checkpoint import (
     NUM_KEPT,
     Checkpoint,
@@ -115,7 +116,7 @@ class RunCheckpoints:
             state = take_state(group, lambda: _common_state(path))
             step, num_workers, saved_by = state["about"]
         kept_loaders(session.group).load(state["loaders"], [loader.course for loader in loaders])
-        self._random = state.get("random")
+        self.ask_random(state.get("random"))
         self._saved_step = step if folder == self.folder else None
         if group.rank == 0:
             had = "" if is_exact else f", saved by {num_workers} workers under {saved_by}"
@@ -132,6 +133,10 @@ class RunCheckpoints:
         """Finds out where this run keeps checkpoints by itself, if that is not known. Collective."""
         if self._known_group is not session.group:
             self._kept, self._known_group = _find_kept_folder(session.group, self.folder), session.group
+
+    def ask_random(self, states: Mapping[str, Any] | None) -> None:
+        """Makes the next `restore_random` set the generators of random numbers to these states."""
+        self._random = states
 
     def restore_random(self) -> None:
         """Sets the generators as they were saved: what the start of a strategy has drawn does not count."""
@@ -405,7 +410,7 @@ def _common_state(path: Path) -> dict[str, Any]:
 def _load(session: TrainingSession, checkpoint: Checkpoint, own: Mapping[str, Any]) -> None:
     """Loads into parameters and buffers where they lie; a worker's own part counts before the common one."""
     common, optimizer = checkpoint.state("strategy"), own.get("optimizer") or checkpoint.state("optimizer")
-    try:
+    with refuse_unfit(f"the checkpoint {checkpoint.path}", "build them as there, or give another folder."):
         values, is_whole = {**checkpoint.tensors("model"), **common["model"]}, common.get("is_whole", True)
         found = session.model.load_state_dict(values, strict=is_whole)
         lacking = [name for name in found.missing_keys if name in session.named_parameters]
@@ -416,12 +421,6 @@ def _load(session: TrainingSession, checkpoint: Checkpoint, own: Mapping[str, An
                 session.named_tensors[name].copy_(tensor)
         if optimizer:
             session.optimizer.load_state_dict(dict(optimizer))
-    except (RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"the checkpoint {checkpoint.path} does not fit: {error}",
-            cause="the model or the optimizer is built in another way than in the run that saved it.",
-            next_step="build them as there, or give another folder.",
-        ) from error
 
 
 # --- the folder of `shoal run --checkpoint` ---

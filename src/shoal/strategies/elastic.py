@@ -28,16 +28,17 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 
-from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError, UsageError
+from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun, Progress
 from shoal.core.status import tell_launcher
 from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import kept_loaders
-from shoal.data.seeds import set_states_of_process, states_of_process
+from shoal.data.seeds import states_of_process
 from shoal.group import share
 from shoal.group.elastic import ElasticGroup, RestartedGroup
 from shoal.group.functions import take_state
 from shoal.strategies.averaging import has_mean
+from shoal.strategies.start import refuse_unfit
 from shoal.tensors.buckets import packed_on_devices
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
 from shoal.transport import StreamTransport
@@ -114,8 +115,6 @@ class ElasticTraining:
         """Counts the sessions of a group whose workers are started anew."""
         self._waiting_states: list[Any] = []
         """How far loaders were, in the process before this one, that may be divided later."""
-        self._random: Mapping[str, Any] | None = None
-        """The generators of random numbers as they were there."""
         self._loaders = kept_loaders(group)
         self._attached = _sessions.setdefault(group, [])
         self._generation, self._rank, self._size = 0, 0, 0
@@ -479,21 +478,19 @@ class ElasticTraining:
         kept = restarted.memory.take(self._number)
         if kept is None:
             return
-        try:
+        with refuse_unfit(
+            "what this worker has left before it was started anew",
+            next_step="build them alike at each start; end torchrun and start it again to begin anew.",
+        ):
             there = {name: tensor.shape for name, tensor in self._session.named_tensors.items()}
             if there != {name: tensor.shape for name, tensor in kept["tensors"].items()}:
                 raise ValueError("its parameters and buffers have other names or shapes")
             self._load(kept)
-        except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise UsageError(
-                f"what this worker has left before it was started anew does not fit: {error}",
-                cause="the model or the optimizer is built in another way than then.",
-                next_step="build them alike at each start; end torchrun and start it again to begin anew.",
-            ) from error
         self.has_trained, self.kept_state = True, kept["strategy"]
         self._generation, self._rank, self._size = kept["place"]
         self._numbers = list(range(self._size))
-        self._dropped, self._random = kept["dropped"], kept["random"]
+        self._dropped = kept["dropped"]
+        self._session.strategy.checkpoints.ask_random(kept["random"])
         self._group.lost_notes.update({int(rank): bytes.fromhex(note) for rank, note in kept["notes"]})
         if self._is_first:
             self._waiting_states = kept["loaders"]
@@ -560,9 +557,6 @@ class ElasticTraining:
         self._numbers = [place.number for place in form.places[self._group.num_servers :]]
         self._dropped, self._tell_step = [], 0
         self._waiting_states = []
-        random, self._random = self._random, None
-        if random is not None:
-            set_states_of_process(random)
         if self._restarted is not None:
             self._restarted.memory.discard(self._number)
         self.is_between = True

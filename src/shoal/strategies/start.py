@@ -14,11 +14,12 @@ is compared by name; schedulers are no part of it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -197,6 +198,19 @@ def refuse_sharded(session: TrainingSession) -> None:
                 cause="a worker sees its own shard of the gradients, or its own buffers.",
                 next_step="leave the option out; on_nonfinite=stop works.",
             )
+
+
+@contextlib.contextmanager
+def refuse_unfit(what: str, next_step: str) -> Iterator[None]:
+    """UsageError where model and optimizer in the block do not take what was kept of an earlier run."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{what} does not fit: {error}",
+            cause="the model or the optimizer is built in another way than in the run that kept it.",
+            next_step=next_step,
+        ) from error
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
