@@ -138,6 +138,21 @@ def test_what_yields_forever_is_told(monkeypatch):
         run_virtual(main())
 
 
+def test_what_yields_forever_is_named_with_the_lines_at_which_it_stands():
+    async def yields():
+        for _ in itertools.count():
+            await asyncio.sleep(0)
+
+    async def main():
+        async with Scope("both") as scope:
+            scope.start_soon(asyncio.Event().wait(), name="patient")
+            scope.start_soon(yields(), name="busy")
+
+    with pytest.raises(ShoalError, match=r"stands still at 0 s: busy at test_virtual.py:\d+ yields") as caught:
+        run_virtual(main())
+    assert "patient" not in str(caught.value)
+
+
 def test_the_limit_ends_a_program_that_goes_on_forever_and_cleans_up():
     ended = []
 

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from contextvars import Context
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from shoal.core.errors import DeadlineExceeded, ShoalError, UsageError
@@ -25,7 +26,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 START_WALL_S = 1_700_000_000.0
-_MAX_TURNS = 1_000_000  # at one moment: something yields again and again and waits for time to pass
+_MAX_TURNS = 100_000  # at one moment: something yields again and again and waits for time to pass
+_NUM_WATCHED_TURNS = 1_000  # the last ones before that: who runs in them is named
 _MANY_CANCELLED, _MANY_TASKS = 100, 1000
 _MAX_NAMES = 8
 _MAX_LAST_ROUNDS, _MAX_STUBBORN = 100, 10
@@ -129,12 +131,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Run moment after moment until the loop is stopped."""
         ready: Any = self._ready  # type: ignore[attr-defined]
         num_turns = 0
+        standing: dict[str, int] = {}
         while True:
             if not ready:
                 if self._stopping:  # type: ignore[attr-defined]
                     return
                 self._jump()
                 num_turns = 0
+                standing.clear()
+            if num_turns > _MAX_TURNS - _NUM_WATCHED_TURNS:
+                for handle in ready:
+                    where = _where(handle)
+                    standing[where] = standing.get(where, 0) + 1
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
@@ -143,8 +151,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 return
             num_turns += 1
             if num_turns > _MAX_TURNS:
+                often = sorted(standing, key=lambda where: -standing[where])[:_MAX_NAMES]
                 raise ShoalError(
-                    f"Virtual time stands still at {self.now_s:g} s.",
+                    f"Virtual time stands still at {self.now_s:g} s: {'; '.join(often)}.",
                     cause="something yields again and again instead of waiting for an event or a timer.",
                     next_step="wait with asyncio.sleep(seconds) there.",
                 )
@@ -224,6 +233,22 @@ class _NoSelector(selectors.BaseSelector):
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return {}
+
+
+def _where(handle: asyncio.Handle) -> str:
+    """Names the task that a callback goes on with, and the lines at which its coroutines stand."""
+    callback = handle._callback  # type: ignore[attr-defined]
+    task = getattr(callback, "__self__", None)
+    if not isinstance(task, asyncio.Task):
+        return getattr(callback, "__qualname__", repr(callback))
+    lines: list[str] = []
+    waits: Any = task.get_coro()
+    while waits is not None:
+        frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
+        if frame is not None:
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        waits = getattr(waits, "cr_await", None) or getattr(waits, "gi_yieldfrom", None)
+    return f"{task.get_name()} at {' > '.join(lines)}"
 
 
 def _refuse(what: str) -> NoReturn:
