@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from shoal.swarm.forks import ForkKeeper
+from shoal.swarm.round import SwarmRound
 from swarm.swarms import World, gradient, virtual
 
 
@@ -120,5 +122,30 @@ def test_a_pair_that_was_cut_becomes_one_again():
             assert sum(run.ledger.num_lost for run in world.runs.values()) > 0
             world.check()
             world.check_samples()
+
+    virtual(main())
+
+
+def test_a_proposal_that_is_refused_at_once_is_not_made_again_and_again():
+    """Members that are about to go on in another fork are without a quorum too, and agree to no second one."""
+
+    async def main():
+        async with World() as world:
+            await world.start_all(3)
+            run, num_asked = world.runs[0], 0
+
+            async def refuse(peer, method, request, wait_s):
+                nonlocal num_asked
+                num_asked += 1
+                return request.stage == "ask"
+
+            forks = ForkKeeper("test", run.context, run.state, refuse)
+            first = sorted(run.members, key=lambda member: member != run.context.me)
+            round_ = SwarmRound(run.context, tuple(first), (run.state.fork, 0, b""), 1)
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + 20
+            while loop.time() < until_s:
+                assert not await forks.propose(round_)
+            assert num_asked <= 40
 
     virtual(main())

@@ -69,7 +69,8 @@ class ForkKeeper:
         round_.acceptor.close()
         request = ForkRequest(AGREE, state.fork, state.round, state.name, new_fork, tuple(island))
         if len(await self._ask(island[1:], request)) < len(island) - 1:
-            return False
+            await asyncio.sleep(_ANSWER_S)  # one that is about to go on in another fork says no at once
+            return self.has_begun()
         self.begun = (new_fork, tuple(island))
         await self._ask(island[1:], msgspec.structs.replace(request, stage=BEGIN))
         return True
