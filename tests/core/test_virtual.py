@@ -148,7 +148,9 @@ def test_what_yields_forever_is_named_with_the_lines_at_which_it_stands():
             scope.start_soon(asyncio.Event().wait(), name="patient")
             scope.start_soon(yields(), name="busy")
 
-    with pytest.raises(ShoalError, match=r"stands still at 0 s: busy at test_virtual.py:\d+ yields") as caught:
+    with pytest.raises(
+        ShoalError, match=r"stands still at 0 s: busy at test_virtual.py:\d+ yields"
+    ) as caught:
         run_virtual(main())
     assert "patient" not in str(caught.value)
 

@@ -127,7 +127,7 @@ def test_a_pair_that_was_cut_becomes_one_again():
 
 
 def test_a_proposal_that_is_refused_at_once_is_not_made_again_and_again():
-    """Members that are about to go on in another fork are without a quorum too, and agree to no second one."""
+    """Members that are about to go on in another fork have none either, and agree to no second one."""
 
     async def main():
         async with World() as world:
