@@ -171,6 +171,12 @@ class CountedTransport(StreamTransport):
             resend = functools.partial(super().call, peer, method, payload, buffers)
             world.scope.start_soon(_resend(resend), name="late")
             raise DeadlineExceeded("late")
+        if what == "given up":
+            # it arrives, and its sender ends it soon and makes no other one for a while
+            with contextlib.suppress(ShoalError):
+                await super().call(peer, method, payload, buffers, deadline=Deadline.after(0.1), into=into)
+            await asyncio.sleep(deadline.remaining_s)
+            raise DeadlineExceeded("given up")
         if what == "before":
             world.kill(self._number)
         if what == "twice":

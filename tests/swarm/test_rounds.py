@@ -7,6 +7,7 @@ import torch
 
 from shoal.core import Deadline, PeerRefused
 from shoal.swarm import CommittedState, SwarmSettings
+from shoal.swarm.membership import MemberPresence
 from shoal.swarm.wire import ABORT, FOLLOW, PART, FollowRequest
 from shoal.tensors import Float16, Int8, TopK
 from shoal.transport import Conditions, Profile
@@ -283,6 +284,40 @@ def test_commits_that_only_change_members_are_aborts():
             assert run.state.num_steps == 0
 
     virtual(main())
+
+
+def test_who_ends_its_call_for_a_moment_is_not_dropped():
+    """It takes the coordinator for silent and asks the next one, but its connection stands: it is there."""
+
+    async def main():
+        async with World() as world:
+            await world.start_all(5)
+            coordinator = world.runs[0].members[0]
+            quiet = next(n for n in world.runs if world.runs[n].context.me == world.runs[0].members[-1])
+            until_s = now_s() + 0.3
+
+            def fault(message, sender, method):
+                is_quiet = sender == quiet and method == FOLLOW and now_s() < until_s
+                return "given up" if is_quiet else None
+
+            world.fault = fault
+            other = next(run for run in world.runs.values() if run.context.me == coordinator)
+            for _ in range(60):
+                await asyncio.sleep(0.1)
+                assert len(other.members) == 5
+            world.check()
+
+    virtual(main())
+
+
+def test_what_was_heard_before_a_member_led_says_nothing_of_who_is_gone():
+    presence = MemberPresence(heard_s=10.0)
+    assert presence.is_gone(100.0, since_s=0.0, patience=1.0)
+    assert not presence.is_gone(100.0, since_s=98.0, patience=1.0)
+    assert presence.is_gone(103.5, since_s=98.0, patience=1.0)
+    presence.closed_s = 11.0
+    assert presence.is_gone(13.0, since_s=0.0, patience=1.0)
+    assert not presence.is_gone(13.0, since_s=12.0, patience=1.0)
 
 
 def test_a_member_speaks_for_itself_alone():

@@ -63,10 +63,11 @@ class MemberPresence:
     heard_s: float
     closed_s: float | None = None
 
-    def is_gone(self, now_s: float, patience: float, crowd: float = 1.0) -> bool:
-        """Tells whether a commit should drop it."""
-        has_closed = self.closed_s is not None and now_s - self.closed_s > CLOSED_S * patience
-        return has_closed or now_s - self.heard_s > DROP_S * patience * crowd
+    def is_gone(self, now_s: float, since_s: float, patience: float, crowd: float = 1.0) -> bool:
+        """Tells whether a commit should drop it, by one to whom all have come to speak since then."""
+        closed_s = self.closed_s
+        has_closed = closed_s is not None and since_s <= closed_s < now_s - CLOSED_S * patience
+        return has_closed or now_s - max(self.heard_s, since_s) > DROP_S * patience * crowd
 
 
 @dataclass
@@ -83,6 +84,8 @@ class MemberContext:
     """Gives memory for one value of each parameter; it is used again when nobody holds it any more."""
     random: random.Random
     presence: dict[SwarmMember, MemberPresence] = field(default_factory=dict)
+    leads_since_s: float | None = None
+    """Since when this member has led one ballot after another; None while it follows."""
     joiners: dict[SwarmMember, tuple[float, int]] = field(default_factory=dict)
     """Who wants to be listed: when it last said so, and the round that it could take part in."""
     wants_pin: bool = False

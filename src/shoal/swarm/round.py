@@ -61,7 +61,7 @@ from shoal.swarm.wire import (
     SwarmMember,
 )
 from shoal.transport import Reply
-from shoal.transport.messages import Into
+from shoal.transport.messages import CONNECTION_ENDED, Into
 
 BEAT_S = 0.3
 """The owner of a ballot answers at least so often."""
@@ -149,10 +149,13 @@ class SwarmRound:
         """Takes part until there is a decision; None when there was no quorum for too long."""
         self._scope = scope
         while self.decision is None and not self.acceptor.is_closed:
-            owner = ballot_owner(self.members, self.ballot)
+            owner, context = ballot_owner(self.members, self.ballot), self._context
             if owner == self.me:
+                if context.leads_since_s is None:
+                    context.leads_since_s = self._now()
                 await self._lead(self.ballot)
             else:
+                context.leads_since_s = None
                 await self._follow(self.ballot, owner)
             if self.decision is None:
                 if self._is_without_quorum():
@@ -369,9 +372,12 @@ class SwarmRound:
                 await self._news.wait(until_s - self._now())
             presence.heard_s = self._now()
             return self._status(request)
-        except asyncio.CancelledError:
-            if self._context.presence.get(request.member) is presence:
+        except asyncio.CancelledError as cancelled:
+            # who only ends its call is there: it has something new to tell, or asks the next owner
+            if cancelled.args == (CONNECTION_ENDED,):
                 presence.closed_s = self._now()
+            else:
+                presence.heard_s = self._now()
             raise
 
     @cached_property
@@ -477,14 +483,10 @@ class SwarmRound:
             tally.add_vote(self.me, value.digest)
         self.stage = COMMIT
         self._tell()
-        num_votes = tally.num_votes
-        while not self._is_over(ballot, began_s):
+        while not self._is_over(ballot, began_s):  # every beat says 'k of n accepted', and followers wait on
             if tally.is_decided:
                 self.decide(value)
                 return
-            if num_votes != tally.num_votes:
-                num_votes = tally.num_votes
-                self._tell()  # 'k of n accepted': followers wait on while this is said
             await self._wait_heard(_TICK_S)
 
     async def _hold_while_leading(self, value: Commit, ballot: int, began_s: float) -> bool:
@@ -528,7 +530,7 @@ class SwarmRound:
         """
         here = dict.fromkeys([*tally.promised, *self._suspects])
         waiting = [place for place in range(len(self.members)) if place not in here]
-        return not waiting or self._now() - began_s > 2 * self._patient_s
+        return not waiting or self._now() - began_s > 2 * self._patient_s * self._crowd
 
     def _present_quorum(self) -> bool:
         """Whether a quorum has been heard lately; looked at anew every tenth of a second."""
@@ -738,7 +740,8 @@ class SwarmRound:
             return False
         presence = self._presence_of(place, now_s)
         is_suspect = place in self._suspects and place not in self._followers
-        return is_suspect or presence.is_gone(now_s, self._context.settings.patience, self._crowd)
+        since_s = self._context.leads_since_s or 0.0  # before, they had somebody else to speak to
+        return is_suspect or presence.is_gone(now_s, since_s, self._context.settings.patience, self._crowd)
 
     def _presence_of(self, place: int, now_s: float) -> MemberPresence:
         """Says when a member was heard; one that was not heard yet has as long as others from now on.

@@ -69,6 +69,9 @@ class Reply(msgspec.Struct):
 EMPTY_REPLY = Reply()
 """The answer of a handler that returns None."""
 
+CONNECTION_ENDED = "the connection has ended"
+"""What the CancelledError of a handler says whose caller did not just end its call, or run out of time."""
+
 Allocate = Callable[[Head], "Sequence[Buffer] | None"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size.
 
@@ -133,7 +136,7 @@ class Transport(HasMethods, Protocol):
     """How bytes move between peers. Errors are Shoal's own; every wait has a deadline.
 
     A handler whose caller has gone, cancelled or run out of time is cancelled, and what the call held is
-    freed on both sides.
+    freed on both sides. Over streams the CancelledError of one whose connection ended says so.
     """
 
     async def listen(self, address: Address) -> Address:

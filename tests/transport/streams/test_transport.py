@@ -31,9 +31,11 @@ from shoal.core import (
     UsageError,
     VersionMismatch,
     fork,
+    run_virtual,
 )
-from shoal.transport import Limits, Reply, StreamTransport
+from shoal.transport import Limits, MemoryNetwork, Reply, StreamTransport
 from shoal.transport.frames import FrameKind, GoodbyeHead, encode, frame
+from shoal.transport.messages import CONNECTION_ENDED
 from shoal.transport.network import sockets as network
 from shoal.transport.streams import transport as shard
 from shoal.transport.streams import transport as stream
@@ -673,3 +675,36 @@ def test_a_refusal_is_a_whole_frame(run):
             assert b"all 1 connections" in head
 
     run(check())
+
+
+@pytest.mark.parametrize("ends", ["connection", "call"])
+def test_a_handler_learns_whether_its_caller_has_gone_or_only_ended_its_call(ends):
+    async def check():
+        started, reasons = asyncio.Event(), []
+
+        async def serve(head, buffers):
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as cancelled:
+                reasons.append(cancelled.args)
+                raise
+
+        network = MemoryNetwork()
+        async with (
+            StreamTransport(network=network.host("server"), peer_id=IDS[0]) as server,
+            StreamTransport(network=network.host("client"), peer_id=IDS[1]) as client,
+        ):
+            server.handle("sit", serve)
+            peer = Peer(await server.listen(Address("server", 0)))
+            call = asyncio.ensure_future(client.call(peer, "sit", deadline=soon()))
+            await started.wait()
+            if ends == "call":
+                call.cancel()
+            else:
+                network.host("client").kill()
+            await asyncio.gather(call, return_exceptions=True)
+            await until(lambda: reasons)
+        assert reasons == [(CONNECTION_ENDED,) if ends == "connection" else ()]
+
+    run_virtual(check())

@@ -28,6 +28,7 @@ from shoal.transport import frames
 from shoal.transport.frames import FrameKind, Mode, encode
 from shoal.transport.limits import CallSlots
 from shoal.transport.messages import (
+    CONNECTION_ENDED,
     EMPTY_REPLY,
     Head,
     Into,
@@ -375,7 +376,7 @@ class Serving:
     def abandon_all(self) -> None:
         """The connection has ended: end every handler, oldest first."""
         for call in tuple(self.calls.values()):
-            self._abandon(call)
+            self._abandon(call, CONNECTION_ENDED)
 
     def _refuse(self) -> NoReturn:
         """Raise why this connection takes no request now."""
@@ -582,12 +583,12 @@ class Serving:
     def _expire(self, call: ServedCall) -> None:
         self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))
 
-    def _abandon(self, call: ServedCall) -> None:
-        """Drop a call in whatever state it is."""
+    def _abandon(self, call: ServedCall, why: str | None = None) -> None:
+        """Drop a call in whatever state it is; its handler's CancelledError says why."""
         self._finish(call, EMPTY_REPLY)
         self._connection.forget(call.id)
         if call.work is not None:
-            call.work.cancel()
+            call.work.cancel(why)
 
     def _finish(self, call: ServedCall, reply: Reply) -> None:
         """Free what a call holds, once."""
