@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
 from shoal.swarm.ledger import FrozenContribution, SampleLedger
-from shoal.swarm.membership import MemberContext
+from shoal.swarm.membership import MemberContext, crowd_factor
 from shoal.swarm.wire import (
     PART,
     TAKE,
@@ -154,6 +154,8 @@ class Reduction:
         self._where = where
         self._now_s = context.now_s
         self._silence_s = _SILENCE_S * context.settings.patience
+        self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
+        """Who asks for an average that is not ready is answered after so long."""
         # the average of sparse values is not sparse: it travels as it is
         is_dense = isinstance(context.codec, Float16 | BFloat16 | Int8)
         self._codec = context.codec if is_dense else Plain()
@@ -163,6 +165,8 @@ class Reduction:
         """The parts whose place has been written, or is about to be."""
         self._inbox: dict[tuple[int, int], dict[int, _Arrived]] = {}
         """By part and attempt, what each sender has given; attempt 0 is for this member's own group."""
+        self._awaited: dict[tuple[int, int], Collection[int]] = {}
+        """The contributors whose values a part waits for."""
         self._settled: dict[tuple[int, int], dict[int, None]] = {}
         """The contributors of which nothing more is waited for."""
         self._refused: dict[tuple[int, int], dict[int, None]] = {}
@@ -195,8 +199,8 @@ class Reduction:
         if not is_part or self._target(*key, sender) != self._me:
             raise PeerRefused("This member does not reduce that part for that contributor.")
         places = self._places_of(message.bitmap) if message.bitmap else (sender,)
-        group = [place for place in plan.contributors if plan.leader(message.part, place) == sender]
-        if any(place not in (group if message.bitmap else plan.contributors) for place in places):
+        group = self._group(message.part, sender) if message.bitmap else {}
+        if any(place not in (group if message.bitmap else self._index) for place in places):
             raise PeerRefused("This member does not reduce that part for that contributor.")
         inbox, settled = self._inbox.setdefault(key, {}), self._settled.setdefault(key, {})
         self._arrivals_s.setdefault(sender, []).append(self._now_s())
@@ -211,7 +215,7 @@ class Reduction:
         squared = math.nan if values is None else squared_norm(values)
         is_finite = math.isfinite(squared)
         # a leader answers for its whole group: who is not in its average is waited for no longer
-        settled |= dict.fromkeys(group if message.bitmap else places)
+        settled |= group or dict.fromkeys(places)
         if is_finite:
             inbox[sender] = _Arrived(places, values, squared)
         refused = [place for place in self._places_of(message.refused) if place in group]
@@ -222,6 +226,11 @@ class Reduction:
         self._reduce_if_due(*key, self._now_s())
         if not is_finite:
             raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
+
+    def _group(self, part: int, leader: int) -> dict[int, None]:
+        """Lists the contributors for whom this member averages a part first."""
+        plan = self.plan
+        return dict.fromkeys(place for place in plan.contributors if plan.leader(part, place) == leader)
 
     def _places_of(self, bitmap: bytes) -> tuple[int, ...]:
         contributors = self.plan.contributors
@@ -256,9 +265,10 @@ class Reduction:
         began_s = self._began_s.setdefault(attempt, now_s)
         if now_s - began_s < plan.reduce_s:
             settled = self._settled.get(key, {})
-            for place in plan.contributors:
-                is_mine = attempt > 0 or plan.leader(part, place) == self._me
-                if is_mine and place not in settled and not self._is_silent(place, attempt, now_s):
+            if key not in self._awaited:
+                self._awaited[key] = self._index if attempt else self._group(part, self._me)
+            for place in self._awaited[key]:
+                if place not in settled and not self._is_silent(place, attempt, now_s):
                     return
         inbox, refused = self._inbox.pop(key, {}), self._refused.get(key, {})
         self._published[key] = self._average(key, inbox, list(refused)) if inbox else None
@@ -322,7 +332,7 @@ class Reduction:
         if self.plan.reducer(part, attempt) == self._me:
             held = await self._wait_published((part, attempt))
             return TAKE_LATER if held is None else held.reply
-        until_s = self._now_s() + _BEAT_S
+        until_s = self._now_s() + self._beat_s
         while part not in self._taken and self._now_s() < until_s:
             await self._taken_changed.wait(until_s - self._now_s())
         return self._taken[part][1].reply if part in self._taken else TAKE_LATER
@@ -332,7 +342,7 @@ class Reduction:
         there will be none.
         """
         if key not in self._published:
-            await self._ready.setdefault(key, Broadcast()).wait(_BEAT_S)
+            await self._ready.setdefault(key, Broadcast()).wait(self._beat_s)
         held = self._published.get(key)
         if held is None and key in self._published:
             raise PeerRefused("Nothing has come for this part.")
