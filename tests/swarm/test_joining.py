@@ -1,6 +1,7 @@
 """Joining and leaving: the state comes whole, from several, and only a commit admits."""
 
 import asyncio
+import functools
 import itertools
 import logging
 
@@ -14,7 +15,7 @@ from shoal.swarm.wire import JOIN, JoinRunRequest
 from shoal.tensors.transfer import LEAF_BYTES, HeldState
 from shoal.transport import Conditions, Profile, Reply
 from swarm.swarms import World, gradient, virtual
-from swarm.test_rounds import contribute
+from swarm.test_rounds import contribute, now_s
 
 SLOW_LINE = """
 name = "one slow line"
@@ -32,6 +33,16 @@ delay_ms = 5
 "p2:*" = "fast"
 "p8:*" = "fast"
 "p9:*" = "slow"
+"""
+
+
+LINES = """
+name = "lines of 1/{scale} of 200 Mbit/s"
+[places.peer]
+up_mbit_s = {mbit_s}
+down_mbit_s = {mbit_s}
+[ways.default]
+delay_ms = 5
 """
 
 
@@ -215,6 +226,92 @@ def test_rounds_go_on_while_all_lines_are_full_of_a_joiners_state():
             world.check()
 
     virtual(main())
+
+
+def joining_s(monkeypatch, num_donors, event=None, num_bytes=400_000_000, scale=10):
+    """Seconds of joining a run whose state has so many bytes, over lines of 200 Mbit/s, and who is blamed.
+
+    State, lines and leaves are a tenth of that: the same course. `event` happens when half of it has come.
+    """
+    leaves = functools.partial(HeldState, leaf_bytes=LEAF_BYTES // scale)
+    monkeypatch.setattr("shoal.swarm.run.HeldState", leaves)
+
+    async def main():
+        conditions = Conditions(Profile.parse(LINES.format(scale=scale, mbit_s=200 / scale)), seed=1)
+        async with World(conditions, target_samples=5 * num_donors, num_elements=1 << 14) as world:
+            world.optimizer = HeavyState(num_bytes // scale // 4)
+            await world.start_all(num_donors, 60)
+            loop = asyncio.get_running_loop()
+            joiner = await world.start(9, may_found=False)
+            await world.wait(lambda: joiner.taker.num_bytes)
+            began_s = loop.time()
+            if event is not None:
+                await world.wait(lambda: joiner.taker.num_bytes > num_bytes / scale / 2)
+                event(world)
+            await world.wait(lambda: joiner.is_member, 600)
+            assert joiner.state.fingerprint() == world.runs[0].state.fingerprint()
+            return loop.time() - began_s, list(joiner.blamed)
+
+    return virtual(main())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_joining_fills_the_joiners_line_and_a_killed_donor_costs_little(monkeypatch):
+    ideal_s = 400_000_000 * 8 / 200e6
+
+    def lie(world):
+        liar = world.runs[2]._transport  # it answers with wrong bytes from now on
+        liar.routes.remove("state.leaf")
+        liar.handle(
+            "state.leaf",
+            lambda head, buffers: Reply(buffers=[bytes(LEAF_BYTES // 10)]),
+            payload_type=tuple[str, int],
+        )
+
+    clean_s, _ = joining_s(monkeypatch, 4)
+    assert ideal_s / clean_s >= 0.9
+    one_s, _ = joining_s(monkeypatch, 1)
+    assert ideal_s / one_s >= 0.85
+    killed_s, _ = joining_s(monkeypatch, 4, lambda world: world.kill(2))
+    assert killed_s < 1.1 * clean_s
+    lied_s, blamed = joining_s(monkeypatch, 4, lie)
+    assert [peer.address.host for peer in blamed] == ["p2"]
+    assert lied_s < 1.1 * clean_s
+    shares = [ideal_s / each for each in (clean_s, one_s, killed_s, lied_s)]
+    print(
+        "of the joiner's line: four donors {:.3f}, one {:.3f}, one of four killed {:.3f}, lies {:.3f}".format(
+            *shares
+        )
+    )
+
+
+def test_joiners_get_less_of_the_lines_while_values_are_averaged(monkeypatch):
+    line = SLOW_LINE.replace("up_mbit_s = 1000", "up_mbit_s = 6.25").format(down=1000)
+    line_bytes_per_s = 6.25e6 / 8
+    leaves = functools.partial(HeldState, leaf_bytes=LEAF_BYTES // 16)
+    monkeypatch.setattr("shoal.swarm.run.HeldState", leaves)
+
+    def taken_bytes_per_s(**settings):
+        async def main():
+            conditions = Conditions(Profile.parse(line), seed=1)
+            async with World(conditions, num_elements=1 << 18, target_samples=15, **settings) as world:
+                world.optimizer = HeavyState(96 << 16)
+                await world.start_all(3, 600)
+                joiner = await world.start(9, may_found=False)
+                await world.wait(lambda: joiner.taker.num_bytes)
+                began_s, num_before = now_s(), joiner.taker.num_bytes
+                for number in range(3):
+                    world.runs[number].add(gradient(number, world.num_elements), 5)
+                await world.wait(lambda: world.runs[0].state.num_steps, 600)
+                return (joiner.taker.num_bytes - num_before) / (now_s() - began_s)
+
+        return virtual(main())
+
+    limited, full = taken_bytes_per_s(upload_bytes_per_s=line_bytes_per_s), taken_bytes_per_s()
+    # of three lines a quarter each, and what was on its way when the round began
+    assert limited < 0.4 * 3 * line_bytes_per_s
+    assert limited < 0.75 * full
 
 
 def test_who_joins_while_another_one_takes_long_gets_a_newer_state():

@@ -66,7 +66,7 @@ class World:
         self._opened = opened
         self._network = network
 
-    async def donor(self, name, state, *, lie_after=None, silent_after=None):
+    async def donor(self, name, state, *, lie_after=None, silent_after=None, **options):
         """A peer that gives the state; from some leaf on it lies, or says nothing any more."""
         transport = await self._opened.enter_async_context(StreamTransport(network=self._network.host(name)))
         num_served = 0
@@ -87,7 +87,7 @@ class World:
                 transport.handle(method, serve_oddly, **options)
 
         is_odd = lie_after is not None or silent_after is not None
-        donor = StateDonor(Odd() if is_odd else transport)
+        donor = StateDonor(Odd() if is_odd else transport, **options)
         if state is not None:
             donor.hold(state)
         peer = Peer(await transport.listen(Address(name, 0)))
@@ -327,3 +327,25 @@ def test_over_real_sockets():
 def test_a_leaf_that_there_is_not_is_refused():
     with pytest.raises(LimitExceeded, match="leaves"):
         HeldState(some_state()).leaf(99)
+
+
+def test_a_donor_gives_as_much_as_it_may():
+    held = HeldState(some_state())
+
+    async def program(world):
+        asked = []
+
+        def pause_s(num_bytes):
+            now_s = asyncio.get_running_loop().time()
+            asked.append(num_bytes)
+            return max(0.0, 10.0 - now_s)
+
+        peer, *_ = await world.donor("donor", held, pause_s=pause_s)
+        taker = await world.taker(held.name)
+        taken = await taker.take([peer], Deadline.after(100))
+        assert sum(asked) >= held.size_bytes
+        return asyncio.get_running_loop().time(), taken
+
+    taken_s, taken = in_world(program)
+    assert taken_s >= 10.0
+    assert_equal(taken, some_state())

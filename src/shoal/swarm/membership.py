@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Members that have been without a quorum for so long go on as a fork of their own."""
     bandwidth: float = 1.0
     """This member's line, in any unit that all members share."""
+    upload_bytes_per_s: float = math.inf
+    """What this member's line can send. While values are averaged, a quarter of it is for those who join."""
     bytes_per_element: float = 4.0
     """What the codec makes of a value."""
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ from shoal.core import (
     VirtualLoop,
     fanout,
 )
+from shoal.core.limits import RateLimiter
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
@@ -51,6 +53,7 @@ from shoal.swarm.wire import (
     END,
     FOLLOW,
     FORK,
+    GATHER,
     JOIN,
     MEET,
     PART,
@@ -91,12 +94,15 @@ MAX_KEPT_BYTES = 2 << 30
 MAX_COMMITS = 64
 """Commits that are told at once."""
 MAX_HISTORY = 4096
+DONOR_SHARE = 0.25
+"""Of a member's upload that those who join get at most while values are averaged."""
 MEET_S = 10.0
 """How often a coordinator looks for other forks of its run."""
 _ROUND_S = 1.0
 _ASK_S = 2.0
 _HOLD_S = 30.0
 _JOIN_TICK_S = 0.2
+_SHORTEST_PAUSE_S, _DONOR_TICK_S = 0.001, 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
 _SLOW_S = 10.0
@@ -197,7 +203,9 @@ class SwarmRun:
         self._told: dict[SwarmMember, None] = {}
         """Who knows that this member has left."""
         self._finished: dict[int, _Finished] = {}
-        self._donor = StateDonor(transport)
+        self._donor = StateDonor(transport, self._donor_pause_s)
+        donated_bytes_per_s = DONOR_SHARE * self.settings.upload_bytes_per_s
+        self._donor_limiter = RateLimiter(donated_bytes_per_s, burst=_DONOR_TICK_S * donated_bytes_per_s)
         self._pins: list[_Pin] = []
         """States for those who join, the oldest first."""
         self._listed_since: dict[SwarmMember, int] = {}
@@ -666,6 +674,15 @@ class SwarmRun:
     async def _call_peer(self, peer: Peer, method: str, payload: Any, wait_s: float) -> Any:
         reply = await self._transport.call(peer, method, payload, deadline=Deadline.after(wait_s))
         return _read(reply.payload, _REPLIES[method])
+
+    def _donor_pause_s(self, num_bytes: int) -> float:
+        """Says how long a joiner waits for so many bytes: the line is first of all for the round's values."""
+        round_ = self.round
+        if round_ is None or round_.stage == GATHER or math.isinf(self.settings.upload_bytes_per_s):
+            return 0.0
+        pause_s = self._donor_limiter.take("state", num_bytes, asyncio.get_running_loop().time())
+        # the round may end before, and so short a pause that the clock does not move would not end
+        return min(max(pause_s, _SHORTEST_PAUSE_S), _DONOR_TICK_S) if pause_s else 0.0
 
     # --- answers ---
 

@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -128,15 +128,20 @@ class HeldState:
 
 
 class StateDonor:
-    """Answers those who take states; made before its transport listens."""
+    """Answers those who take states; made before its transport listens.
 
-    def __init__(self, transport: Transport) -> None:
+    `pause_s` is asked before so many bytes are given: 0.0, or the seconds after which it is asked again.
+    """
+
+    def __init__(self, transport: Transport, pause_s: Callable[[int], float] | None = None) -> None:
         self.asked_s: dict[str, float] = {}
         """When somebody last asked for a state that is held, by the loop's clock."""
         self._held: dict[str, HeldState] = {}
         self._transport = transport
+        self._pause_s = pause_s
         transport.handle(_INDEX, self._serve_index, payload_type=str)
-        transport.handle(_LEAF, self._serve_leaf, payload_type=tuple[str, int])
+        serve_leaf = self._serve_leaf if pause_s is None else self._serve_leaf_slowly
+        transport.handle(_LEAF, serve_leaf, payload_type=tuple[str, int])
 
     def hold(self, state: HeldState) -> None:
         """Gives this state from now on to whoever asks for its name."""
@@ -159,6 +164,15 @@ class StateDonor:
     def _serve_leaf(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         name, number = head.payload
         return Reply(buffers=self._find(name).leaf(number))
+
+    async def _serve_leaf_slowly(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        assert self._pause_s is not None
+        reply = self._serve_leaf(head, buffers)
+        while True:
+            pause_s = self._pause_s(sum(map(len, reply.buffers)))
+            if pause_s <= 0:
+                return reply
+            await asyncio.sleep(pause_s)
 
     def _find(self, name: str) -> HeldState:
         held = self._held.get(name)
