@@ -2,7 +2,7 @@
 
 python examples/gpt/train.py
 shoal run -np 2 --strategy diloco examples/gpt/train.py --out out-gpt
-shoal run -np 2 --strategy swarm --option target_samples=64 examples/gpt/train.py
+shoal run -np 2 --strategy swarm --option target_samples=24 examples/gpt/train.py
 
 The size is that of nanoGPT on a CPU (0.8 million parameters), which takes some minutes; README.md has the
 flags of its size on a GPU. The text is Shoal's documentation, or a file of your own (--text).

@@ -10,6 +10,7 @@ import shoal
 from shoal.core import ShoalError, UsageError
 from shoal.group import SoloGroup
 from shoal.strategies import make_strategy
+from shoal.strategies.swarm import seconds_to_the_round
 
 TIMEOUT_S = 60
 
@@ -202,6 +203,15 @@ def test_two_members_step_alike_and_every_sample_is_counted():
     assert not torch.equal(model[0].weight, network()[0].weight)
     if first.run_steps == second.run_steps:
         assert all(map(torch.equal, values(model), values(other)))
+
+
+def test_a_batch_that_would_come_too_late_for_the_next_round_is_not_begun():
+    assert seconds_to_the_round(0.0, 1.0, 1.0) == 0.0  # nothing is known yet
+    assert seconds_to_the_round(10.0, 2.0, 1.0) == 0.0
+    assert seconds_to_the_round(10.0, 9.4, 1.0) == 0.0  # there is the time for half of it
+    assert seconds_to_the_round(10.0, 9.8, 1.0) == pytest.approx(0.7)
+    assert seconds_to_the_round(10.0, 15.0, 1.0) == 0.5  # it is late: waited for, but not long
+    assert all(seconds_to_the_round(10.0, since / 10, 1.0) <= 1.0 for since in range(200))
 
 
 def test_who_joins_late_has_the_runs_state_and_another_model_is_refused():

@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 GATHER = "gather"
 _JOIN_S = 600.0
 _LAST_ROUND_S = 10.0
+_BYTES_PER_S_OF_MBIT = 1e6 / 8
 _RATE_SHARE = 0.2
 """Of the latest step in the average of samples per second."""
 
@@ -122,6 +123,10 @@ class SwarmTraining(Strategy):
         """Which committed parameters the model has: the fork, and the steps of the run."""
         self._loss: Any = None
         self._stepped_s = time.monotonic()
+        self._adopted_s = self._resumed_s = self._stepped_s
+        """When the latest commit was taken up, and when the user's loop went on after a step."""
+        self._interval_s = self._batch_s = 0.0
+        """From the commit before to the latest one, and what the latest batch took to compute."""
 
     # --- from attach to the end ---
 
@@ -153,6 +158,7 @@ class SwarmTraining(Strategy):
             patience=options.patience,
             minority_after_s=options.minority_after,
             bandwidth=options.bandwidth,
+            upload_bytes_per_s=options.bandwidth * _BYTES_PER_S_OF_MBIT,
             bytes_per_element=_bytes_per_element(options.codec),
         )
         run = BlockingSwarmRun(
@@ -177,7 +183,8 @@ class SwarmTraining(Strategy):
         if self._workers is not None and self._workers.size > 1 and not self.options.join:
             share(self._workers, True)  # the first to come does not train all on its own
         self._adopt(is_exact=True)
-        self._stepped_s = time.monotonic()
+        self._interval_s = 0.0
+        self._stepped_s = self._resumed_s = time.monotonic()
         # after the forward: at its beginning a step that was skipped may still have to be noticed
         hook = session.model.register_forward_hook(Hook(self._forward_ends), with_kwargs=True)
         self._closing.callback(hook.remove)
@@ -310,6 +317,7 @@ class SwarmTraining(Strategy):
         """Gradients rounds: takes the gradients for the next round, and leaves the optimizer none."""
         if self._is_local:
             return
+        self._batch_s = time.monotonic() - self._resumed_s
         samples = self._samples_of_step()
         if not session.is_void:
             self._rates.warn_of_other(session.optimizer)
@@ -324,9 +332,11 @@ class SwarmTraining(Strategy):
         if self._is_local:
             self._end_local_step(session)
         else:
+            self._wait_for_the_next()
             self._wait(self.options.max_wait)
             if self._opened.version != self._version:
                 self._adopt(is_exact=True)
+            self._resumed_s = time.monotonic()
 
     def skip_step(self, session: TrainingSession) -> None:
         """Leaves out the gradients of a step that the optimizer did not make."""
@@ -383,9 +393,7 @@ class SwarmTraining(Strategy):
                 if member.is_member and not member.context.is_ready:
                     member.set_ready()  # the round came to nothing, or was one of membership alone
                 return False
-            round_ = member.round
-            is_under_way = member.is_member and round_ is not None and round_.stage != GATHER
-            return not (is_under_way or member.ledger.num_ready >= target)
+            return not (_is_under_way(member) or member.ledger.num_ready >= target)
 
         if not run.wait_until(is_over, timeout_s * self.options.patience):
             member = run.run
@@ -395,10 +403,27 @@ class SwarmTraining(Strategy):
                 f"{'listed' if member.is_member else 'not listed'})"
             )
 
+    def _wait_for_the_next(self) -> None:
+        """Waits a little for a round that is about to begin: a batch would come too late for it, and its
+        gradient be one step old in the round after.
+        """
+        run, version = self._opened, self._version
+        since_s = time.monotonic() - self._adopted_s
+        wait_s = seconds_to_the_round(self._interval_s, since_s, self._batch_s)
+        if wait_s > 0 and len(run.run.members) > 1:
+            run.wait_until(
+                lambda member: run.version != version or _is_under_way(member),
+                min(wait_s, self.options.max_wait),
+            )
+
     def _adopt(self, *, is_exact: bool) -> None:
         """Puts the committed parameters into the model; if not exact, with the progress since then."""
         run = self._opened
+        before = self._version
         self._version, new = run.committed()
+        if self._version != before:
+            now_s = time.monotonic()
+            self._interval_s, self._adopted_s = now_s - self._adopted_s, now_s
         if is_exact:
             self._vector.write(new)
             self._num_samples = 0
@@ -504,6 +529,24 @@ class KeptState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes them up; a run that is begun goes on from them."""
         self.kept = dict(state) or None
+
+
+def seconds_to_the_round(interval_s: float, since_s: float, batch_s: float) -> float:
+    """Says how long to wait for the next round, which comes after the usual interval from the latest commit;
+    0.0 where there is the time for half a batch before it.
+
+    Never longer than a batch takes: who waits for one that does not come loses no more than that.
+    """
+    left_s = interval_s - since_s
+    if not interval_s or left_s >= batch_s / 2:
+        return 0.0
+    return min(max(left_s, 0.0) + batch_s / 2, batch_s)
+
+
+def _is_under_way(member: SwarmRun) -> bool:
+    """Tells whether a round is being made."""
+    round_ = member.round
+    return member.is_member and round_ is not None and round_.stage != GATHER
 
 
 def _bytes_per_element(codec: str) -> float:
