@@ -6,9 +6,9 @@ import random
 import pytest
 
 from shoal.core import PeerId
-from shoal.dht.records import MAX_SUBKEY_BYTES, PLAIN, Slot, Verdict, encode_subkey, reserved
+from shoal.dht.records import MAX_SUBKEY_BYTES, PLAIN, Slot, Validator, Verdict, encode_subkey, reserved
 from shoal.dht.settings import DHTSettings
-from shoal.dht.storage import Storage
+from shoal.dht.storage import PUSHED_S, LocalRecords, Storage
 from shoal.dht.wire import coordinates_of, number_of, unpack_coordinates
 
 OWN = PeerId(bytes(20))
@@ -395,3 +395,22 @@ def test_it_does_what_a_simple_model_does(seed):
     assert min(seen[v] for v in (Verdict.STORED, Verdict.NOT_NEWER, Verdict.EXPIRED, Verdict.NOT_OWNER)) > 50
     storage.expire(now_s + 1_000)
     assert storage.size_bytes == 0
+
+
+@pytest.mark.parametrize("subkeys", [(PLAIN,), (encode_subkey(1), encode_subkey(2))])
+def test_what_others_leave_is_told_for_a_while_and_never_read(subkeys):
+    """However long it would live, and also where it is left again, or another slot takes its place."""
+    records = LocalRecords(OWN, ROOMY, Validator())
+
+    def leave(now_s):
+        for subkey in subkeys:
+            assert records.store(KEY, sub(subkey, now_s + 5000.0), now_s, is_cache=True) is Verdict.STORED
+
+    leave(1000.0)
+    leave(1000.0 + PUSHED_S - 1.0)
+    assert [slot.subkey for slot in records.get(KEY, 1000.0 + PUSHED_S - 0.5)] == list(subkeys)
+    assert records.get(KEY, 1000.0 + PUSHED_S - 0.5, is_use=True) == []
+    assert records.get(KEY, 1000.0 + PUSHED_S) == []
+    assert (records.pushed.num_slots, records.pushed.size_bytes) == (0, 0)
+    leave(1000.0 + PUSHED_S)
+    assert len(records.get(KEY, 1000.0 + PUSHED_S)) == len(subkeys)

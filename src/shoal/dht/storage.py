@@ -1,9 +1,9 @@
 """What a peer holds: records stored for the swarm, records that it has looked for, and copies left with it.
 
-`LocalRecords` is the door: what others store comes in through it once a `Validator` has found nothing wrong,
-and look-ups read it first. Behind it are three collections that follow the same rules (`records.judge`) and
-differ in what goes when there is no room: of the `Storage` the keys farthest from this peer's id, of a
-`Cache` what expires soonest. Times are on the wall clock.
+`LocalRecords` is the door: what others store comes in through it once a `Validator` has found nothing
+wrong, and look-ups read it first. Behind it are a storage and two caches that follow the same rules
+(`records.judge`) and differ in what goes when there is no room: of the `Storage` the keys farthest from
+this peer's id, of a `Cache` what expires soonest. Times are on the wall clock.
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ class LocalRecords:
         self.storage = Storage(own, settings)
         self.cache = Cache(settings)
         """What this peer has looked for."""
-        self.pushed = PushedCache(settings)
-        """What others say that they have found."""
+        self.pushed = Cache(settings, PUSHED_S)
+        """What others say that they have found: used to answer, never to read.
+
+        It was checked as all that is stored, but this peer did not look for it itself. So it is forgotten
+        soon, whatever its expiration, for nobody to speak through this peer for long; and it is apart, for
+        what strangers send to displace nothing that was looked for.
+        """
         self._validator = validator
 
     def get(self, key: bytes, wall_s: float, *, is_use: bool = False) -> list[Slot]:
@@ -97,11 +102,13 @@ def memory_bytes(slot: Slot) -> int:
 class HeldRecord:
     """What is held under one key."""
 
-    __slots__ = ("contents", "coordinates", "is_named", "is_used", "stored_at_s")
+    __slots__ = ("contents", "coordinates", "is_named", "is_used", "stored_at_s", "until_s")
 
-    def __init__(self, contents: Contents, stored_at_s: float) -> None:
+    def __init__(self, contents: Contents, stored_at_s: float, until_s: float) -> None:
         self.contents = contents
         self.stored_at_s = stored_at_s
+        self.until_s = until_s
+        """When it is dropped, whatever the expiration of its slots."""
         self.coordinates: bytes | None = None
         """Those of `contents`, packed, once they were asked for."""
         self.is_used = False
@@ -121,12 +128,16 @@ class HeldRecord:
 
 
 class ExpiringSlots:
-    """Slots under keys, counted, that are dropped when they expire; not bounded by itself."""
+    """Slots under keys, counted, that are dropped when they expire; not bounded by itself.
 
-    __slots__ = ("_by_expiration", "_settings", "held", "num_slots", "size_bytes")
+    Where `max_kept_s` is given, keys are dropped so long after they came at the latest.
+    """
 
-    def __init__(self, settings: DHTSettings) -> None:
+    __slots__ = ("_by_expiration", "_max_kept_s", "_settings", "held", "num_slots", "size_bytes")
+
+    def __init__(self, settings: DHTSettings, max_kept_s: float = math.inf) -> None:
         self._settings = settings
+        self._max_kept_s = max_kept_s
         self.held: dict[bytes, HeldRecord] = {}
         """In the order in which keys came. To be read only."""
         self.num_slots = 0
@@ -183,7 +194,7 @@ class ExpiringSlots:
         """Place a slot that was judged fit to take the place of `replaced`."""
         held = self.held.get(key)
         if held is None:
-            held = self.held[key] = HeldRecord(slot, now_s)
+            held = self.held[key] = HeldRecord(slot, now_s, now_s + self._max_kept_s)
             self.size_bytes += KEY_BYTES
         else:
             if len(replaced) != 1 or replaced[0].subkey != slot.subkey:
@@ -195,13 +206,14 @@ class ExpiringSlots:
         self.size_bytes += memory_bytes(slot)
         if len(self._by_expiration) > 2 * self.num_slots + _MIN_STALE:
             self._by_expiration = [
-                (each.expires_at_s, key, each.subkey)
+                (min(each.expires_at_s, held.until_s), key, each.subkey)
                 for key, held in self.held.items()
                 for each in slots_of(held.contents)
             ]
             heapq.heapify(self._by_expiration)
         else:
-            heapq.heappush(self._by_expiration, (slot.expires_at_s, key, slot.subkey))
+            ends_at_s = min(slot.expires_at_s, held.until_s)
+            heapq.heappush(self._by_expiration, (ends_at_s, key, slot.subkey))
         return held
 
     def drop(self, key: bytes) -> None:
@@ -232,13 +244,15 @@ class ExpiringSlots:
 
     def _is_current(self, entry: tuple[float, bytes, bytes]) -> bool:
         """Whether an entry of the index is of a slot that is still held."""
-        expires_at_s, key, subkey = entry
+        ends_at_s, key, subkey = entry
         held = self.held.get(key)
         if held is None:
             return False
         contents = held.contents
         slot = contents.get(subkey) if isinstance(contents, dict) else contents
-        return slot is not None and slot.subkey == subkey and slot.expires_at_s == expires_at_s
+        if slot is None or slot.subkey != subkey:
+            return False
+        return min(slot.expires_at_s, held.until_s) == ends_at_s
 
     def _uncount(self, slots: Sequence[Slot]) -> None:
         self.num_slots -= len(slots)
@@ -345,8 +359,8 @@ class Cache(ExpiringSlots):
 
     __slots__ = ("absent",)
 
-    def __init__(self, settings: DHTSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: DHTSettings, max_kept_s: float = math.inf) -> None:
+        super().__init__(settings, max_kept_s)
         self.absent: dict[bytes, float] = {}
         """When markers end, the one that was set last at the end."""
 
@@ -423,34 +437,3 @@ class Cache(ExpiringSlots):
     def forget_absence(self, key: bytes) -> None:
         """End a marker: something was stored there."""
         self.absent.pop(key, None)
-
-
-class PushedCache(Cache):
-    """Copies that others have put into this peer's cache: used to answer, never to read.
-
-    What is here was checked as all that is stored, but this peer did not look for it itself. It is
-    forgotten soon, whatever its expiration, so that nobody can speak through this peer for long; and it is
-    apart, so that what strangers send displaces nothing that was looked for.
-    """
-
-    __slots__ = ("_until_s",)
-
-    def __init__(self, settings: DHTSettings) -> None:
-        super().__init__(settings)
-        self._until_s: dict[bytes, float] = {}  # of each key, the oldest first
-
-    def store(self, key: bytes, slots: Iterable[Slot], now_s: float) -> list[Verdict]:
-        """Keep a copy for a while."""
-        self.expire(now_s)
-        self._until_s.setdefault(key, now_s + PUSHED_S)
-        return super().store(key, slots, now_s)
-
-    def expire(self, now_s: float) -> None:
-        """Drop what is over, and what has been here for long."""
-        while self._until_s:
-            key, until_s = next(iter(self._until_s.items()))
-            if until_s > now_s:
-                break
-            del self._until_s[key]
-            self.forget(key)
-        super().expire(now_s)
