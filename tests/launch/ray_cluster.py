@@ -11,6 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# on a busy machine Ray gives up its own start after 30 s, and what runs at niceness 15 hardly runs at all
+PATIENCE = {"RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
+
 
 class Cluster:
     """Two nodes, in a process of their own."""
@@ -22,6 +25,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env={**os.environ, **PATIENCE},
         )
         self.address = self._process.stdout.readline().strip()
 
