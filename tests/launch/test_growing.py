@@ -1,5 +1,6 @@
 """Hosts and workers that come and go while a run goes on, as its launcher sees them; nobody trains here."""
 
+import gc
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from launch.programs import Done, Recorder
 from launch.stations import Actors, Children
 from shoal.core import Address
 from shoal.core.errors import PeerError, UsageError
+from shoal.core.processes import own_socket_address
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings, launch
 from shoal.launch.joining import JoinPort, join_run
@@ -150,6 +152,15 @@ def test_a_run_keeps_its_limits(start, tmp_path, size, most):
     asking.join()
     assert not answers[0].is_done
     assert "between --min-np 2 and --max-np 4" in answers[0].what
+
+
+def test_a_run_whose_name_another_one_has_trains_and_cannot_be_scaled(start, tmp_path):
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(own_socket_address(f"scale {tmp_path.name}"))
+        done = start("print('here')", 1, None, options=RunOptions(run_id=tmp_path.name))
+    assert done.outcome.exit_code == 0
+    assert done.said == []
+    gc.collect()  # a socket that was left open is an error
 
 
 def test_who_asks_for_a_run_that_is_not_there_is_told_so():

@@ -118,11 +118,13 @@ class LiveRun(RunWorkers):
         elastic = self._settings.elastic
         if elastic.join_secret is not None or elastic.join_port is not None:
             self._open_port()
-        with contextlib.suppress(OSError):  # without it nobody can scale the run, which trains all the same
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # without it nobody can scale the run, which trains all the same
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind(_address_of(self._name))
             listener.listen(8)
             listener.setblocking(False)
+            stack.pop_all()
             self._listener = listener
             self._say(f"`shoal scale {self._name} N` changes the number of workers of this run")
 
