@@ -173,6 +173,13 @@ class TestMerging:
         for told in ([honest, lies], [lies, honest]):
             assert set(merge(told, 0.0)) == {sub(b"x", 10.0, b"true", ALICE), sub(b"y", 99.0)}
 
+    def test_of_several_owners_the_one_that_most_replicas_tell_wins(self):
+        honest, lie = [sub(b"x", 10.0, b"true", ALICE)], [sub(b"x", 99.0, b"false", BOB)] * 3
+        for told in ([honest, lie, honest], [lie, honest, honest]):
+            assert merge(told, 0.0) == honest
+        later = [sub(b"x", 12.0, b"newer", ALICE)]
+        assert merge([honest, later, honest, lie], 0.0) == later
+
     @pytest.mark.parametrize("owner", [b"", BOB])
     def test_no_plain_value_hides_reserved_subkeys(self, owner):
         honest = [own(ALICE, 10.0), sub(b"x", 5.0)]

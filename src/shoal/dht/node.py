@@ -189,7 +189,8 @@ class DHT:
         """The first live value met, from this peer's own memory where it has one; None when there is none.
 
         `latest` asks all replicas, and merges what they have. DeadlineExceeded when it was not looked for
-        everywhere in time, PeerUnreachable when nobody could be asked.
+        everywhere in time, PeerUnreachable when those that could be asked were all silent. A peer that knows
+        no other, and is no client, has looked everywhere when it has looked at its own memory: None.
         """
         return (await self.get_many([name], latest=latest, deadline=deadline, must_end=True))[0]
 

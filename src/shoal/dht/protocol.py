@@ -97,7 +97,7 @@ class DHTProtocol:
         self.limits = RequestLimits(settings)
         self.counts = Counts()
         self.num_served = 0
-        """Requests of others answered so far."""
+        """Requests of others that have come so far, those included that were refused."""
         self.is_client = settings.is_client
         """Whether nobody is told to call this peer, which then stores nothing for others."""
         self.on_new_peer: Callable[[Contact], None] = lambda _: None

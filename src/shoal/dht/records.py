@@ -28,6 +28,7 @@ import hashlib
 import itertools
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -328,7 +329,7 @@ def is_reserved(slot: Slot) -> bool:
 
 
 def _check_owner(key: bytes, slot: Slot) -> Verdict | None:
-    """Whether its owner and signature can be any, and the slot may stand under this key and subkey at all."""
+    """Tells why its owner may not write at this place, or None; signatures are verified by `_is_signed`."""
     if slot.owner or slot.signature:
         path_bytes = len(slot.signature) - SIGNATURE_BYTES
         if len(slot.owner) != PUBLIC_KEY_BYTES or not 0 <= path_bytes <= MAX_PATH_BYTES:
@@ -458,7 +459,8 @@ def displaced(contents: Contents | None, slot: Slot) -> list[Slot]:
 def judge(held: Sequence[Slot], slot: Slot) -> Verdict:
     """Whether it may take the place of live slots: as the latest, and the only owner of those owned.
 
-    A store that is replayed, or comes late, changes nothing: what it says does not expire later (NOT_NEWER).
+    A store that is replayed, or comes late, replaces nothing: what it says does not expire later (NOT_NEWER;
+    for the very slot that is there `Storage.store` says STORED).
     A reserved subkey need not be later than a plain value, which never takes a reserved one's place.
     """
     for other in held:
@@ -495,15 +497,20 @@ def slots_of(contents: Contents | None) -> list[Slot]:
 def merge(replicas: Iterable[Iterable[Slot]], now_s: float) -> list[Slot]:
     """One view of what several peers hold of a key; among equals the first one told stays.
 
-    A replica that lies cannot hide what is owned behind a later value of its own, nor a dictionary with
-    reserved subkeys behind any plain value. Otherwise a plain value and a dictionary are told apart by how
-    many replicas tell each.
+    A replica that lies cannot hide what is owned behind a later value, unsigned or signed by itself: of
+    several owners the one that most replicas tell counts. Nor can it hide a dictionary with reserved subkeys
+    behind any plain value. Otherwise a plain value and a dictionary are told apart by how many tell each.
     """
     told = [[slot for slot in slots if slot.expires_at_s > now_s] for slots in replicas]
     is_plain = _is_plain(told)
     best: dict[bytes, Slot] = {}
     live = [slot for slots in told for slot in slots if (slot.subkey == PLAIN) is is_plain]
-    for slot in sorted(live, key=lambda slot: (not slot.owner, -slot.expires_at_s)):
+    num_replicas = Counter(
+        place for slots in told for place in {(slot.subkey, slot.owner): None for slot in slots if slot.owner}
+    )
+    for slot in sorted(
+        live, key=lambda slot: (not slot.owner, -num_replicas[slot.subkey, slot.owner], -slot.expires_at_s)
+    ):
         best.setdefault(slot.subkey, slot)
     return list(best.values())
 

@@ -6,8 +6,9 @@ its value and for peers that are nearer still. Keys that go to the same peer sha
 How it ends while peers come and go: when the value was found, or so many of the nearest have answered
 (`Lookup.has_ended`). A peer that is slow is not waited for: the next is asked beside it, and its answer
 counts if it comes; one that fails is gone from the list. Where some were silent and nothing was found,
-others are asked too (`Lookup.is_doubtful`), and at last those near the key that failed of late
-(`ask_failed_of_late`, half a second). Whatever happens, the asking ends at its deadline (`Requests.run`).
+others are asked too (`Lookup.is_doubtful`), and where a record is looked for at last those near the key that
+failed of late (`ask_failed_of_late`, half a second more). Whatever happens, the asking ends at its deadline
+(`Requests.run`).
 
 `look_up` and `find_records` are what others call; what a look-up leaves in caches on its way is at the end.
 """
