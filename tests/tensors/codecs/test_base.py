@@ -142,8 +142,9 @@ def test_never_larger_than_plain(name, dtype):
         ("int8:tensor", 6000 + 4),
         ("top-k:0.01", 60 * (4 + 4)),
         ("low-rank:4", 4 * 4 * (100 + 60)),
-        # 41 of 4096 values and 20 of the other 1904, 12 and 2 bits for each; two bfloat16 for each chunk
-        ("sparse-2bit:0.01", 92 + 16 + 2 * 4),
+        # 41 of 4096 values and 20 of the other 1904, with 6 low bits, a gap and 2 bits for each; gaps of 63
+        # and 29 in all; two bfloat16 for each chunk
+        ("sparse-2bit:0.01", -(-(61 * (6 + 1 + 2) + 63 + 29) // 8) + 2 * 4),
     ],
 )
 def test_sizes_are_what_the_formula_says(name, size_bytes):

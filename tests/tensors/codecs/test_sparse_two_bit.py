@@ -15,6 +15,11 @@ def example(count, seed=0):
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
+def bits_of_positions(size, num_kept):
+    """Low bits of each as they are, the rest as gaps in unary; with the best division between them."""
+    return min(num_kept * low + num_kept + (size - 1 >> low) for low in range(13))
+
+
 @pytest.mark.parametrize("count", [1, 5, 50, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 700])
 @pytest.mark.parametrize("density", [0.0001, 0.02, 0.3, 1.0])
 def test_of_each_chunk_the_largest_are_sent_with_their_signs(count, density):
@@ -25,15 +30,15 @@ def test_of_each_chunk_the_largest_are_sent_with_their_signs(count, density):
         return
     (num_kept,) = encoded.meta.options
     assert num_kept == max(1, round(density * CHUNK))
-    sizes = []
+    sizes, num_bits = [], 0
     for chunk, result in zip(tensor.split(CHUNK), decode(encoded).split(CHUNK), strict=True):
         sizes.append(-(-num_kept * len(chunk) // CHUNK))
+        num_bits += 2 * sizes[-1] + bits_of_positions(len(chunk), sizes[-1])
         places = chunk.abs().topk(sizes[-1]).indices.sort().values
         assert torch.equal(result.nonzero().view(-1), places)
         assert torch.equal(result[places].sign(), chunk[places].sign())
         assert len(result[places].abs().unique()) <= 2
-    total = sum(sizes)
-    assert encoded.buffer_bytes == -(-3 * total // 2) + -(-total // 4) + 4 * len(sizes)
+    assert encoded.buffer_bytes == -(-num_bits // 8) + 4 * len(sizes)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -63,30 +68,49 @@ def test_two_magnitudes_that_fit_come_back_exactly():
     assert torch.equal(decode(SparseTwoBit(3 / CHUNK).encode(tensor)), tensor)
 
 
-def pack(*positions):
-    """Positions as one number, the first in its lowest bits."""
-    number = sum(position << 12 * place for place, position in enumerate(positions))
-    return number.to_bytes(-(-3 * len(positions) // 2), "little")
+def encoded_by_hand(*chunks):
+    """Three values of a whole chunk, and one of a last one of 100: each one's gaps, low bits and codes."""
+    bits = "".join(chunks).replace(" ", "")
+    packed = int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
+    levels = torch.tensor([[1.0, 2.0]] * 2, dtype=torch.bfloat16)
+    meta = EncodedMeta("sparse-2bit", TensorSpec("float32", (CHUNK + 100,)), (3,))
+    return Encoded(meta, [bytes(levels.view(torch.uint8).numpy()) + packed])
 
 
-def encoded_by_hand(count, num_kept, positions, codes):
-    codes = bytes(sum(code << 2 * place for place, code in enumerate(four)) for four in codes)
-    num_chunks = -(-count // CHUNK)
-    levels = torch.tensor([[1.0, 2.0]] * num_chunks, dtype=torch.bfloat16)
-    meta = EncodedMeta("sparse-2bit", TensorSpec("float32", (count,)), (num_kept,))
-    return Encoded(meta, [bytes(levels.view(torch.uint8).numpy()) + pack(*positions) + codes])
+def whole(*positions, gaps=None):
+    """A chunk of 4096 with three values: 10 low bits each, and their gaps in 3 + 3 bits."""
+    low_bits, high_bits = 10, 3 + 3
+    ones = {(position >> low_bits) + place for place, position in enumerate(positions)}
+    gaps = gaps or "".join("1" if place in ones else "0" for place in range(high_bits))
+    lows = "".join(f"{position % 2**low_bits:0{low_bits}b}"[::-1] for position in positions)
+    return gaps + lows + "00 10 01"
+
+
+def last(position):
+    """A chunk of 100 with one value: 6 low bits, and its gap in 1 + 1."""
+    return "10 01"[3 * (position >> 6) :][:2] + f"{position % 64:06b}"[::-1] + "11"
 
 
 def test_the_format():
-    result = decode(encoded_by_hand(CHUNK + 100, 3, [0, 1, 4095, 99], [[0, 1, 2, 3]]))
+    result = decode(encoded_by_hand(whole(0, 1, 4095), last(99)))
     assert result[[0, 1, 4095, CHUNK + 99]].tolist() == [1.0, 2.0, -1.0, -2.0]
     assert result.count_nonzero() == 4
 
 
-@pytest.mark.parametrize("positions", [[1, 1, 2, 5], [2, 1, 3, 5], [0, 1, 2, 100], [0, 1, 2, 4095]])
-def test_bad_positions_are_refused(positions):
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (whole(1, 1, 2), last(5)),
+        (whole(2, 1, 3), last(5)),
+        (whole(0, 1, 2), last(100)),
+        (whole(0, 1, 2), last(127)),
+        (whole(0, 1, 2, gaps="000011"), last(5)),
+        (whole(0, 1, 2, gaps="111100"), last(5)),
+    ],
+)
+def test_bad_positions_are_refused(chunks):
     with pytest.raises(TensorError, match="positions"):
-        decode(encoded_by_hand(CHUNK + 100, 3, positions, [[0, 1, 2, 3]]))
+        decode(encoded_by_hand(*chunks))
 
 
 @pytest.mark.parametrize("options", [(), (0,), (-1,), (CHUNK + 1,), (2**64,), (1, 1)])

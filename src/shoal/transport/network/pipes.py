@@ -53,8 +53,6 @@ class Pipe:
         "_is_paused",
         "_last_arrival_at_s",
         "_last_left_at_s",
-        "_leaving",
-        "_leaving_bytes",
         "_link",
         "_loop",
         "_on_drained",
@@ -82,9 +80,7 @@ class Pipe:
         # lists: they are short, and an empty deque takes ten times the memory
         self._held: list[_What] = []  # not carried yet
         self._held_bytes = 0
-        self._leaving: list[tuple[float, int]] = []  # carried, still in the sender's queue
-        self._leaving_bytes = 0
-        self._crossing: list[tuple[float, float, _What]] = []  # when it left, when it arrives
+        self._crossing: list[tuple[float, float, _What]] = []  # when it leaves the queue, when it arrives
         self._last_left_at_s = self._last_arrival_at_s = -math.inf
         self._arrival: Timer | None = None
         self._drain: Timer | None = None
@@ -95,8 +91,12 @@ class Pipe:
     @property
     def queued_bytes(self) -> int:
         """Pushed, and not yet out of the sender's queue."""
-        self._let_leave(self._loop.time())
-        return self._leaving_bytes + self._held_bytes
+        num_bytes, now_s = self._held_bytes, self._loop.time()
+        for left_at_s, _, what in reversed(self._crossing):
+            if left_at_s <= now_s:
+                break
+            num_bytes += len(what) if isinstance(what, bytes) else 0
+        return num_bytes
 
     def push(self, data: bytes) -> None:
         """Send these bytes after all earlier ones."""
@@ -104,7 +104,7 @@ class Pipe:
             return
         if self._held or self._is_paused or not self._carry(data, len(data)):
             self._hold(data)
-        if self._leaving_bytes + self._held_bytes > self._buffer_bytes and not self.is_full:
+        if not self.is_full and self.queued_bytes > self._buffer_bytes:
             self.is_full = True
             self._await_drain()
 
@@ -160,22 +160,13 @@ class Pipe:
             return False
         if is_corrupt and isinstance(what, bytes):
             what = corrupted(what, self._choice)
-        if self._leaving:
-            self._let_leave(now_s)
-        if left_at_s > now_s and size_bytes:
-            left_at_s = max(left_at_s, self._last_left_at_s)
-            self._leaving.append((left_at_s, size_bytes))
-            self._leaving_bytes += size_bytes
-        self._cross(now_s, left_at_s, arrives_at_s, what)
-        return True
-
-    def _cross(self, now_s: float, left_at_s: float, arrives_at_s: float, what: _What) -> None:
-        """Begin the way, on which nothing overtakes."""
+        # nothing overtakes
         self._last_left_at_s = max(left_at_s, self._last_left_at_s)
         self._last_arrival_at_s = arrives_at_s = max(arrives_at_s, self._last_arrival_at_s)
         self._crossing.append((self._last_left_at_s, arrives_at_s, what))
         if self._arrival is None and not self._is_paused:
             self._await_arrival(now_s, arrives_at_s)
+        return True
 
     def _hold(self, what: _What) -> None:
         self._held.append(what)
@@ -212,20 +203,15 @@ class Pipe:
 
     # --- leaving ---
 
-    def _let_leave(self, now_s: float) -> None:
-        leaving = self._leaving
-        while leaving and leaving[0][0] <= now_s:
-            self._leaving_bytes -= leaving.pop(0)[1]
-
     def _await_drain(self) -> None:
         if self._drain is None and not self._held:
-            at_s = self._leaving[-1][0] if self._leaving else self._loop.time()
+            at_s = max(self._last_left_at_s, self._loop.time())
             self._drain = self._loop.call_at(at_s, self._drained, at_s)
 
     def _drained(self, at_s: float) -> None:
         self._drain = None
-        self._let_leave(max(at_s, self._loop.time()))  # a loop's timers may be a little early
-        if self._leaving or self._held:
+        now_s = max(at_s, self._loop.time())  # a loop's timers may be a little early
+        if self._held or self._last_left_at_s > now_s:
             self._await_drain()
         elif self.is_full:
             self.is_full = False
@@ -234,8 +220,7 @@ class Pipe:
     def _drop_queue(self) -> None:
         self.is_full = False
         self._held.clear()
-        self._leaving.clear()
-        self._held_bytes = self._leaving_bytes = 0
+        self._held_bytes = 0
         self._stop_waiting_for_link()
         if self._drain is not None:
             self._drain.cancel()
