@@ -320,7 +320,11 @@ class Group(abc.ABC):
     patience: float
     """How many times as long as usual a peer may be silent (5 s) before it counts as lost."""
     should_survive: bool = False
-    """Whether all operations go on without lost peers; `exchange` and windows always do."""
+    """Whether operations go on without lost peers; `exchange` and windows always do.
+
+    A broadcast, and an exchange of machines, end with PeerLost all the same when the worker is lost that was
+    sending for its machine.
+    """
     everybody: Group | None = None
     """Workers and parameter servers together, the servers first; None where there are no servers. Then this
     group is that of the workers alone, and on a server a group of one."""
@@ -540,7 +544,11 @@ class GroupSettings(msgspec.Struct, frozen=True):
     Control messages are encrypted in any case, and members always prove who they are.
     """
     all_reduce: AllReduceChoice = "auto"
-    """How machines reduce together: around a ring, or each directly with all others; `auto` chooses."""
+    """How machines reduce together: around a ring, or each directly with all others; `auto` chooses.
+
+    Two machines, small tensors, halves, tensors on GPUs, and operations that go on without lost peers are
+    always direct.
+    """
     folder: Path | None = None
     """Where shared memory lies; by default /dev/shm where there is one, else the temporary folder."""
 

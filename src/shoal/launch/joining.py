@@ -86,7 +86,7 @@ class JoinPort:
             self._stack.close()
 
     async def _serve(self, head: Head, channel: Channel) -> None:
-        """Stand between the head of the run and a machine that has come."""
+        """Stand between the launcher and a machine that has come; `head` is that of its message."""
         request: MachineOffer = head.payload
         ours, theirs = socket.socketpair()
         self._num_arrivals += 1

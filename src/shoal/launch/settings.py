@@ -43,7 +43,7 @@ parameters up to 9,000 page faults and 20 ms a step, with and without a strategy
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """Says how often a run that failed is started anew, and with how many workers."""
+    """Says what a run does when workers are lost: starts anew, so often, or goes on as they come and go."""
 
     max_restarts: int = 0
     min_workers: int | None = None

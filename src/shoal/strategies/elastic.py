@@ -1,8 +1,9 @@
 """A session in a run whose workers come and go (`shoal run --elastic`).
 
 Between two steps the group becomes another one: after the step that the coordinator of the run names, or when
-a lost peer has ended what this worker was doing. A step that could not be shared is dropped as a whole: the
-optimizer finds no gradients, the step does not count, and its examples come again. Then all who are in the
+a lost peer has ended what this worker was doing. A step that could not be shared before the optimizer was
+called is dropped as a whole: the optimizer finds no gradients, the step does not count, and its examples come
+again. Where the loss ends a round after it, the step stays. Then all who are in the
 next group start in it as at the beginning of training, with this difference: who has trained has the state,
 and who has not takes it.
 

@@ -271,7 +271,11 @@ class TrainingSession:
         return mean
 
     def random_partner(self, seed: int = 0) -> int | None:
-        """Draws a partner for this round, the same on both sides; None for who is left over, or alone."""
+        """Draws a partner for this round, the same on both sides; None for who is left over, or alone.
+
+        One that is lost is drawn like any other, since not all learn of a loss at once: then `average` gives
+        one's own values.
+        """
         order = torch.Generator().manual_seed((seed << 32) + self.strategy.rounds)
         ranks = torch.randperm(self.group.size, generator=order).tolist()
         place = ranks.index(self.group.rank) ^ 1

@@ -29,6 +29,7 @@ from shoal.group.cluster.machine_exchange import (
     FREE,
     PENDING,
     SMALL_BYTES,
+    Algorithm,
     AlgorithmChoice,
     Handover,
     MachineExchange,
@@ -135,8 +136,10 @@ class Collectives:
         is_in_place, is_staged = out is flat, self._staging.takes(flat)
         is_small = flat.nbytes <= SMALL_BYTES and not is_staged
         content = flat.contiguous().view(torch.uint8).numpy().tobytes() if is_small and flat.numel() else b""
-        num_machines = len(self._members.ranks_on) if is_in_place else 1
-        algorithm, following = self._choice.plan(flat, num_machines)
+        algorithm: Algorithm = "direct"
+        following: Algorithm = "direct"
+        if is_in_place:
+            algorithm, following = self._choice.plan(flat, len(self._members.ranks_on))
         there = between.find_machines()
         assumed = [there, len(between.workers) if op == "mean" else 0, algorithm]
         reduction: MachineReduction | None = None

@@ -1,7 +1,7 @@
 """What machines say to each other in one operation, and how they reduce tensors together.
 
-A machine speaks by the first of its workers that has come to the operation. Who that is follows from who has
-come there; another machine cannot know that, and greets whom it takes for the speaker. Should that one turn
+A machine speaks by one of its workers, its leader: of those that have come to the operation the one of lowest
+rank. Another machine cannot know who has come, and greets whom it takes for the speaker. Should that one turn
 out to have left before, the next is greeted. A machine whose workers have all left, or are lost, takes no
 part. From its greeting on it is known who speaks.
 
@@ -575,8 +575,8 @@ class Handover:
             if should_ask and (found := (yield from self._ask(step, lost))) is not None:
                 return found
             should_ask = True
-            attempt = f"{name}{sorted(lost)} "
-            between = MachineExchange(self._mesh, self._members, seq, present, attempt, lost)
+            name_of_attempt = f"{name}{sorted(lost)} "
+            between = MachineExchange(self._mesh, self._members, seq, present, name_of_attempt, lost)
             with contextlib.suppress(LostMeanwhile):
                 result, machines = yield from work(between)
                 if not self._may_use(step, lost, result):
