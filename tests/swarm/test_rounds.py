@@ -394,6 +394,33 @@ def test_a_stopped_member_costs_others_five_seconds_at_most(place):
     virtual(main())
 
 
+def test_a_reducer_that_is_stopped_while_parts_are_sent_to_it_costs_others_five_seconds_at_most():
+    """It leaves the senders' calls open: once it is named lost, they send the same bytes to its backup."""
+
+    async def main():
+        async with World(num_elements=13_000, target_samples=25) as world:
+            await world.start_all(5)
+            stopped = int(world.runs[0].members[1].host[1:])
+            others = [run for number, run in world.runs.items() if number != stopped]
+            stopped_s = 0.0
+
+            def fault(message, sender, method):
+                nonlocal stopped_s
+                if method == PART and not stopped_s:
+                    stopped_s = now_s()
+                    world.cut = lambda caller, host: stopped in (caller, int(host[1:]))
+
+            world.fault = fault
+            for number, run in world.runs.items():
+                run.add(gradient(number, world.num_elements), 5)
+            await world.wait(lambda: all(run.state.num_steps for run in others))
+            assert now_s() - stopped_s < 5
+            assert [run.ledger.num_committed for run in others] == [5] * 4
+            world.check()
+
+    virtual(main())
+
+
 @pytest.mark.parametrize("many", [64, 2])
 def test_a_large_swarm_takes_its_time_and_still_admits_and_drops(many, monkeypatch):
     """With three times as many members as speak often, beats and silences are three times as long."""

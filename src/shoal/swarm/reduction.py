@@ -178,6 +178,8 @@ class Reduction:
         self._arrivals_s: dict[int, list[float]] = {}
         self._heard_s: dict[int, float] = {}
         """When anybody else's values came last, by attempt."""
+        self._calls: dict[int, dict[asyncio.Future[Reply], None]] = {}
+        """Calls under way, by the place of who is called: none is waited for once that one is lost."""
         self._taken: dict[int, tuple[int, HeldPart]] = {}
         self._taken_changed = Broadcast()
         self._lost_changed = Broadcast()
@@ -367,7 +369,8 @@ class Reduction:
         async def send(part: int, attempt: int) -> None:
             encoded = ledger.encode(frozen, part, plan.bounds[part], plan.bounds[part + 1])
             message = PartMessage(*self._where, part, attempt, self._me, encoded.meta)
-            await call(self._target(part, attempt, self._me), PART, message, encoded.buffers, _PART_S)
+            target = self._target(part, attempt, self._me)
+            await self._until_lost(target, call(target, PART, message, encoded.buffers, _PART_S))
 
         await self._deliver(due, send)
 
@@ -384,7 +387,8 @@ class Reduction:
             assert held is not None
             where = (*self._where, part, attempt, self._me)
             message = PartMessage(*where, held.meta, held.bitmap, held.refused)
-            await call(plan.reducer(part, attempt), PART, message, held.buffers, _PART_S)
+            target = plan.reducer(part, attempt)
+            await self._until_lost(target, call(target, PART, message, held.buffers, _PART_S))
 
         if led:
             await self._deliver(due, send)
@@ -499,21 +503,30 @@ class Reduction:
         return dataclasses.replace(found, vector=self._vector) if found and is_in_place else found
 
     async def _until_lost(self, place: int, calling: Coroutine[Any, Any, Reply]) -> Reply:
-        """Waits for a reducer's answer, but no longer than until it is named lost."""
-
-        async def watch() -> None:
-            while place not in self.lost:
-                await self._lost_changed.wait(_PART_S)
-
-        answer, _ = await fanout([calling, watch()], Deadline.never(), is_enough=bool)
-        if isinstance(answer, Reply):
-            return answer
-        raise answer if isinstance(answer, Exception) else PeerBusy("The reducer is lost.")
+        """Waits for a reducer's answer, but no longer than until it is named lost: one that was stopped
+        leaves its connections open.
+        """
+        task = asyncio.ensure_future(calling)
+        under_way = self._calls.setdefault(place, {})
+        under_way[task] = None
+        try:
+            if place in self.lost:
+                task.cancel()
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if place in self.lost and not (own is not None and own.cancelling()):
+                raise PeerBusy("The reducer is lost.") from None
+            raise
+        finally:
+            del under_way[task]
 
     def name_lost(self, places: Sequence[int]) -> None:
         """Has the parts of these reducers sent to their backups, and nobody wait for what they contribute."""
         for place in places:
             self.lost.setdefault(place)
+            for task in self._calls.get(place, {}):
+                task.cancel()
         self._lost_changed.fire()
 
     def close(self) -> None:
