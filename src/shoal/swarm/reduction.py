@@ -442,8 +442,8 @@ class Reduction:
         while True:
             if part in self._taken:
                 return self._taken[part]
-            if attempt != (2 if self.plan.reducers[part] in self.lost else 1):
-                attempt, heard_s = attempt + 1, self._now_s()
+            if attempt != self._attempt(part):
+                attempt, heard_s = self._attempt(part), self._now_s()
             place = self.plan.reducer(part, attempt)
             if place < 0 or place in self.lost:
                 return None
