@@ -295,7 +295,7 @@ def test_joiners_get_less_of_the_lines_while_values_are_averaged(monkeypatch):
     def taken_bytes_per_s(**settings):
         async def main():
             conditions = Conditions(Profile.parse(line), seed=1)
-            async with World(conditions, num_elements=1 << 18, target_samples=15, **settings) as world:
+            async with World(conditions, num_elements=1 << 19, target_samples=15, **settings) as world:
                 world.optimizer = HeavyState(96 << 16)
                 await world.start_all(3, 600)
                 joiner = await world.start(9, may_found=False)
