@@ -178,8 +178,8 @@ class Reduction:
         self._arrivals_s: dict[int, list[float]] = {}
         self._heard_s: dict[int, float] = {}
         """When anybody else's values came last, by attempt."""
-        self._calls: dict[int, dict[asyncio.Future[Reply], None]] = {}
-        """Calls under way, by the place of who is called: none is waited for once that one is lost."""
+        self._limits: dict[int, dict[asyncio.Timeout, None]] = {}
+        """Of calls under way, by the place of who is called: they end once that one is lost."""
         self._taken: dict[int, tuple[int, HeldPart]] = {}
         self._taken_changed = Broadcast()
         self._lost_changed = Broadcast()
@@ -506,27 +506,28 @@ class Reduction:
         """Waits for a reducer's answer, but no longer than until it is named lost: one that was stopped
         leaves its connections open.
         """
-        task = asyncio.ensure_future(calling)
-        under_way = self._calls.setdefault(place, {})
-        under_way[task] = None
+        if place in self.lost:
+            calling.close()
+            raise PeerBusy("The reducer is lost.")
+        limit, limits = asyncio.timeout(None), self._limits.setdefault(place, {})
+        limits[limit] = None
         try:
-            if place in self.lost:
-                task.cancel()
-            return await task
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if place in self.lost and not (own is not None and own.cancelling()):
+            async with limit:
+                return await calling
+        except TimeoutError:
+            if limit.expired():
                 raise PeerBusy("The reducer is lost.") from None
             raise
         finally:
-            del under_way[task]
+            del limits[limit]
 
     def name_lost(self, places: Sequence[int]) -> None:
         """Has the parts of these reducers sent to their backups, and nobody wait for what they contribute."""
-        for place in places:
-            self.lost.setdefault(place)
-            for task in self._calls.get(place, {}):
-                task.cancel()
+        now_s = asyncio.get_running_loop().time()
+        for place in [place for place in places if place not in self.lost]:
+            self.lost[place] = None
+            for limit in self._limits.get(place, {}):
+                limit.reschedule(now_s)
         self._lost_changed.fire()
 
     def close(self) -> None:
