@@ -7,6 +7,7 @@ import pytest
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.round import SwarmRound
 from swarm.swarms import World, gradient, virtual
+from swarm.test_faults import suffer
 
 
 def cut(world, *islands):
@@ -149,3 +150,32 @@ def test_a_proposal_that_is_refused_at_once_is_not_made_again_and_again():
             assert num_asked <= 40
 
     virtual(main())
+
+
+def test_those_who_wait_to_be_listed_when_a_fork_begins_take_its_state_first():
+    """They are near the old fork's state: listed by the new one without knowing, they would be no quorum."""
+
+    async def main():
+        async with World() as world:
+            await world.start_all(3)
+            for number in (1, 2):
+                world.kill(number)
+            for number in (5, 6, 7):
+                await world.start(number, may_found=False, find=finder(world))
+            first, alive = world.runs[0], world.alive()
+            old_fork = first.state.fork
+
+            def is_one():
+                if first.state.fork != old_fork:
+                    listed = [run for run in alive.values() if run.context.me in first.members]
+                    assert all(run.state.fork == first.state.fork for run in listed)
+                return all(len(run.members) == 4 for run in alive.values())
+
+            await world.wait(is_one, 60)
+            world.check()
+
+    virtual(main())
+
+
+def test_joiners_of_an_older_fork_do_not_keep_a_new_one_from_its_quorum():
+    virtual(suffer(103))

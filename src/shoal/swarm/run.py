@@ -469,8 +469,13 @@ class SwarmRun:
             self._donor.drop(pin.name)
 
     def _forget_all(self) -> None:
-        """Drops rounds and states of another fork, or from before this member took a state."""
+        """Drops rounds, states and joiners of another fork, or from before this member took a state.
+
+        Who is near the old fork's state is not near this one's: it would be listed without knowing, and count
+        against the quorum.
+        """
         self._finished.clear()
+        self.context.joiners.clear()
         for pin in list(self._pins):
             self._unpin(pin)
 
