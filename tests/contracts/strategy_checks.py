@@ -164,10 +164,17 @@ def has_partner(group, round_number):
 
 
 def sparse_message_bytes(num_values):
-    """82 of 4096 values in 14 bits each, two magnitudes a chunk; a head in 64 bytes, and padding to 64."""
-    num_kept = sum(-(-82 * min(4096, num_values - start) // 4096) for start in range(0, num_values, 4096))
-    num_chunks = -(-num_values // 4096)
-    payload = 4 * num_chunks + -(-3 * num_kept // 2) + -(-num_kept // 4)
+    """82 of 4096 values, two magnitudes a chunk; a head in 64 bytes, and padding to 64.
+
+    A value takes two bits, one for its gap and its place's low bits; the gaps together so many as there are
+    places without them.
+    """
+    sizes = [min(4096, num_values - start) for start in range(0, num_values, 4096)]
+    num_bits = 0
+    for size in sizes:
+        num_kept = -(-82 * size // 4096)
+        num_bits += min(num_kept * (2 + 1 + low) + (size - 1 >> low) for low in range(13))
+    payload = 4 * len(sizes) + -(-num_bits // 8)
     return 64 + -(-payload // 64) * 64
 
 

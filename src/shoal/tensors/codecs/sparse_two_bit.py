@@ -171,7 +171,8 @@ def _places(bits: torch.Tensor, size: int, num_kept: int) -> torch.Tensor:
     gaps, lows = torch.split(bits, [(size - 1 >> low) + num_kept, num_kept * low], 1)
     if bool((gaps.sum(1, dtype=torch.int64) == num_kept).all()):
         high = gaps.nonzero()[:, 1].view(-1, num_kept) - torch.arange(num_kept)
-        places: torch.Tensor = high << low | (lows.view(len(lows), num_kept, low).long() << torch.arange(low)).sum(2)
+        below = (lows.view(len(lows), num_kept, low).long() << torch.arange(low)).sum(2)
+        places: torch.Tensor = high << low | below
         if bool((places[:, 1:] > places[:, :-1]).all()) and int(places[:, -1].max()) < size:
             return places
     raise TensorError("positions of a sparse-2bit tensor do not ascend, or lie outside a chunk")
