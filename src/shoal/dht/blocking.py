@@ -92,9 +92,8 @@ class Swarm(BlockingBridge):
 
     @property
     def address(self) -> Address | None:
-        """Where others can join it; None for a client."""
-        dht = self.dht
-        return None if dht.is_client else dht.peer.address
+        """Where others can call it, a client through its first relay; None for a client without."""
+        return next(iter(self.dht.addresses), None)
 
     def in_s(self, seconds: float) -> float:
         """The wall time so long from now, as expirations are given."""
@@ -105,6 +104,7 @@ class Swarm(BlockingBridge):
     get = _waiting(DHT.get)
     get_many = _waiting(DHT.get_many)
     ping = _waiting(DHT.ping)
+    use_relays = _waiting(DHT.use_relays)
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""

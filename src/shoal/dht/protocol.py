@@ -195,7 +195,7 @@ class DHTProtocol:
             raise self._nonsense(target, "it answered in the name of another peer.")
         gap_s = pong.wall_s + took_s / 2 - clock.wall_s()
         answered = Answered(Peer(target.address, claimed), took_s, gap_s, pong.seen_as)
-        if claimed != self.peer_id:
+        if claimed != self.peer_id and not target.address.is_relayed:
             self._on_seen(self.book.of(answered.peer), took_s)
         return answered
 
@@ -344,7 +344,9 @@ class DHTProtocol:
         """
         self.num_served += 1
         self.limits.take_messages(peer, cost, self.now_s())
-        if port and peer.id is not None and peer.id != self.peer_id and port == peer.address.port:
+        address = peer.address
+        is_there = port == address.port != 0 and not address.is_relayed
+        if is_there and peer.id is not None and peer.id != self.peer_id:
             self._on_seen(self.book.of(peer), None)
 
     def _near(self, key: bytes, reach: int, asker: int) -> list[Contact]:

@@ -262,7 +262,7 @@ async def resolved(network: Network, peer: Peer) -> Peer:
 
     Hosts of simulated networks have names only, and keep them.
     """
-    if network.is_simulated:
+    if network.is_simulated or peer.address.is_relayed:
         return peer
     try:
         host, port, *_ = await network.resolve(peer.address)

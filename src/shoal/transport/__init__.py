@@ -14,6 +14,7 @@ from shoal.transport.network.memory import MemoryNetwork
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.shaped import ShapedNetwork, shaped
 from shoal.transport.network.sockets import Network, SocketNetwork
+from shoal.transport.relay import RelayLimits
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Access, Membership
 from shoal.transport.trust.secret import SwarmSecret
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryNetwork",
     "Network",
     "Profile",
+    "RelayLimits",
     "Reply",
     "Serve",
     "ServeChannel",

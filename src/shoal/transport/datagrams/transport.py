@@ -244,6 +244,8 @@ class DatagramTransport(Transport):
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
             self._require_open()
+        if (peer.address if type(peer) is Peer else peer).relayed_id is not None:  # type: ignore[union-attr]
+            return None  # relays carry streams
         remaining_s, timeout_ms = time_left(method, peer, deadline)
         if buffers:
             views = byte_views(buffers)

@@ -181,6 +181,17 @@ class ShapedNetwork(Network):
         accepted = SocketAccepted(inside, taken.origin)
         await self.network.adopt(accepted, protocol, tls=tls, is_server=is_server)
 
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols of this process, between which nothing is shaped."""
+        await self.network.splice(inside, outside, tls=tls, is_server=is_server)
+
     async def _open_tunnel(
         self,
         outside: socket.socket,

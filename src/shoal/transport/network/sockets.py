@@ -100,6 +100,19 @@ class Network(Protocol):
     ) -> None:
         """Have `protocol` serve a stream, on the running loop; as a client's where it is no server."""
 
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols of this process by a stream: `inside` speaks, `outside` passes its bytes on.
+
+        With `tls`, `outside` sees what TLS makes of them, and `inside` has its transport after the handshake.
+        """
+
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
@@ -218,6 +231,26 @@ class SocketNetwork(Network):
     ) -> None:
         """Have `protocol` serve a connection, on the running loop."""
         await _carry(cast("SocketAccepted", accepted).socket, protocol, tls, is_server=is_server)
+
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols by a pair of sockets."""
+        near, far = socket.socketpair()
+        try:
+            for each in (near, far):
+                each.setblocking(False)
+            await _carry(far, outside, None, is_server=not is_server)
+        except BaseException:
+            near.close()
+            far.close()
+            raise
+        await _carry(near, inside, tls, is_server=is_server)
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol

@@ -246,6 +246,11 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None
 
     @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass a relay."""
+        return self.peer.address.is_relayed
+
+    @property
     def num_open(self) -> int:
         """The number of calls under way, both ways."""
         return len(self.calling.pending) + len(self.serving.calls)
