@@ -16,6 +16,7 @@ from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.dht.records import Schema
 from shoal.dht.settings import DHTSettings
+from shoal.transport.relay import DEFAULT_LIMITS, RelayLimits
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -127,13 +128,15 @@ def connect(
     identity: Identity | None = None,
     settings: DHTSettings | None = None,
     loop: LoopThread | None = None,
+    relaying: RelayLimits | None = DEFAULT_LIMITS,
 ) -> Swarm:
     """A swarm to be opened: `with shoal.connect("10.0.0.7:31337") as swarm: swarm.get("name")`.
 
     `join` are peers of it, any that answers will do. Without `listen` this one only asks, and keeps nothing
     for others. `secret` is the swarm's or its file; SHOAL_SECRET where it is not given. Without `identity` it
     has a new one each time: records that it signs can then be replaced by nobody until they expire.
-    `secret_file` is the path of the file, as `shoal keys secret` has written it.
+    `secret_file` is the path of the file, as `shoal keys secret` has written it. One that listens relays for
+    peers behind routers within `relaying`.
     """
     if secret_file is not None:
         if secret is not None:
@@ -158,7 +161,14 @@ def connect(
     membership = None if secret is None else Membership(identity, secret)
 
     def make(where: Address | str | None) -> DHT:
-        return DHT(join=join, listen=where, membership=membership, identity=identity, settings=settings)
+        return DHT(
+            join=join,
+            listen=where,
+            membership=membership,
+            identity=identity,
+            settings=settings,
+            relaying=relaying,
+        )
 
     # without a secret a peer listens to this machine alone
     reachable = "127.0.0.1:0" if membership is None else "0.0.0.0:0"

@@ -39,7 +39,7 @@ from shoal.dht.upkeep import Upkeep
 from shoal.dht.wire import About, Contact, LookupKind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host
-from shoal.transport.relay import NUM_RELAYS
+from shoal.transport.relay import DEFAULT_LIMITS, NUM_RELAYS, RelayLimits
 
 _PRESENCE = "presence"
 _SCHEMAS = (Schema(_PRESENCE, Any, OwnSubkey),)  # nobody can be there first with something else
@@ -51,7 +51,7 @@ class DHT:
     Names are hashed into keys; every value expires. `join` are addresses of any peers that are there; without
     them a swarm begins here; of a relayed one the relay is joined by. Without `listen` it is a client, which
     asks and stores nothing for others; they can call it after `use_relays`. An `endpoint` that is given is
-    open already, and stays open; without one, the DHT has its own.
+    open already, and stays open; without one, the DHT has its own, which relays for others within `relaying`.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class DHT:
         endpoint: Endpoint | None = None,
         schemas: Sequence[Schema] = (),
         peers_file: Path | None = None,
+        relaying: RelayLimits | None = DEFAULT_LIMITS,
     ) -> None:
         self.settings = settings or DHTSettings()
         self.identity = _identity_of(membership, identity, endpoint)
@@ -74,7 +75,7 @@ class DHT:
         self._listen = None if self._is_client_by_choice else _address(listen)
         self._is_own_endpoint = endpoint is None
         self.endpoint = endpoint or Endpoint(
-            membership=membership, is_insecure=is_insecure, peer_id=self.peer_id
+            membership=membership, is_insecure=is_insecure, peer_id=self.peer_id, relaying=relaying
         )
         validator = Validator((*_SCHEMAS, *schemas), self.settings)
         self.protocol = DHTProtocol(self.endpoint, self.peer_id, self.settings, validator)
