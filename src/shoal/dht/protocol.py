@@ -33,7 +33,7 @@ from shoal.core import (
     StandingScope,
 )
 from shoal.core.ids import ID_BYTES, is_loopback
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.dht import wire
 from shoal.dht.records import Slot, Validator, Verdict
 from shoal.dht.routing_table import RoutingTable
@@ -158,12 +158,12 @@ class DHTProtocol:
         return found
 
     async def call_store(
-        self, contact: Contact, items: list[wire.Item], *, is_cache: bool = False
+        self, contact: Contact, items: list[wire.Item], *, is_pushed: bool = False
     ) -> wire.StoreAnswer:
         """Have a peer keep slots; there is a verdict on each."""
         self.counts.num_stores += 1
         answer: wire.StoreAnswer = await self._call(
-            contact, wire.STORE, wire.Store(self.port, items, is_cache)
+            contact, wire.STORE, wire.Store(self.port, items, is_pushed)
         )
         if len(answer.verdicts) != sum(len(item.slots) for item in items):
             raise self._nonsense(contact, "it answered for another number of records than it was sent.")
@@ -305,7 +305,7 @@ class DHTProtocol:
         self._admit(head.peer, store.port)
         wall_s, records = self.wall_s(), self.records
         verdicts = bytes(
-            records.store(item.key, slot, wall_s, is_cache=store.is_cache)
+            records.store(item.key, slot, wall_s, is_pushed=store.is_pushed)
             for item in store.items
             for slot in item.slots
         )

@@ -118,7 +118,7 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
 
     port: int
     items: list[Item]
-    is_cache: bool = False
+    is_pushed: bool = False
     """Found elsewhere: may be forgotten at any time."""
     absent: list[bytes] = []
     """Keys that were looked for everywhere and not found: to be marked, until something is stored there."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shoal.core import AdaptiveDeadline
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.wire import (
     Broadcast,

@@ -39,7 +39,7 @@ from shoal.core import (
     VirtualLoop,
     fanout,
 )
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger

@@ -25,7 +25,7 @@ from shoal.core import (
     VersionMismatch,
     fanout,
 )
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.core.untrusted import visible_line
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION

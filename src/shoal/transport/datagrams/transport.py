@@ -22,7 +22,7 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import is_loopback
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
     AskOverStream,
