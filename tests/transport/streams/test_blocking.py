@@ -98,12 +98,11 @@ def test_a_call_for_which_the_server_has_no_room_yet_is_answered_when_it_has():
     with contextlib.ExitStack() as closing:
         limits = Limits(max_message_bytes=small + 1000, max_bytes_in_flight=small + 1000)
         world = World(closing, server={"limits": limits})
-        may_end, held = threading.Event(), threading.Semaphore(0)
+        may_end, held = asyncio.Event(), threading.Semaphore(0)
 
         async def hold(head, buffers):
             held.release()
-            while not may_end.is_set():
-                await asyncio.sleep(0.01)
+            await may_end.wait()
             return Reply(None, [bytes(buffers[0])])
 
         world.server.handle("hold", hold)
@@ -120,7 +119,7 @@ def test_a_call_for_which_the_server_has_no_room_yet_is_answered_when_it_has():
         second = caller.submit(call_beside())
         while not world.server.budget._waiting:  # until it stands in line: nothing tells that from outside
             assert not second.done()
-        may_end.set()
+        world.loop.loop.call_soon_threadsafe(may_end.set)
         assert second.result(SOON_S) == b"b" * small
         assert bytes(first.result(SOON_S).buffers[0]) == b"a" * small
         assert world.call("echo", 7).payload == 7

@@ -352,8 +352,8 @@ class _BlockingConnection:
         elif kind == FrameKind.GRANT and self._call_id >= 0:
             # the peer had no room when the request came, dropped its buffers, and has room now
             if call_id == self._call_id and self._outcome is None and head.from_start:
-                body = b"".join(self._views)
-                self._send_all(frames.frame(FrameKind.CHUNK_FROM_START, call_id, b"", len(body)) + body)
+                dropped = b"".join(self._views)
+                self._send_all(frames.frame(FrameKind.CHUNK_FROM_START, call_id, b"", len(dropped)) + dropped)
         else:
             raise ProtocolError(f"A {FrameKind(kind).name} frame came that nothing here asked for.")
 

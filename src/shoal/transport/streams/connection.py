@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import operator
 import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -103,20 +104,6 @@ class Connection(asyncio.BufferedProtocol):
         self._descriptor: int | None = None
         self._proven_id: PeerId | None = None
         self.outbox: Outbox
-        by_kind: dict[FrameKind, Callable[[int, Any, memoryview], None]] = {
-            FrameKind.HELLO: self._on_hello,
-            FrameKind.REQUEST: self.serving.on_request,
-            FrameKind.REPLY: self.calling.on_reply,
-            FrameKind.ERROR: self.calling.on_error,
-            FrameKind.GRANT: self.calling.on_grant,
-            FrameKind.CANCEL: self.serving.on_cancel,
-            FrameKind.ITEM: self._on_item,
-            FrameKind.END: self._on_end,
-            FrameKind.WINDOW: self._on_window,
-            FrameKind.GOODBYE: self._on_goodbye,
-        }
-        # by number: a look-up for every frame
-        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (FrameKind.HELLO, *FrameKind)]
 
     # --- what asyncio calls ---
 
@@ -236,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         """Pass a frame, which the decoder has found, to whom it concerns."""
         if self._state is _State.GREETING and kind not in (FrameKind.HELLO, FrameKind.GOODBYE):
             raise ProtocolError(f"A {FrameKind(kind).name} frame came before the hello.")
-        self._handlers[kind](call_id, head, body)
+        _HANDLERS[kind](self)(call_id, head, body)
 
     # --- what the two sides of a call use ---
 
@@ -520,6 +507,26 @@ def greeting_peer(head: frames.HelloHead, expected: Peer, proven: PeerId | None)
     if expected.id is not None and claimed != expected.id:
         raise other_peer(expected, claimed)
     return claimed
+
+
+def _handlers() -> list[Callable[[Connection], Callable[[int, Any, memoryview], None]]]:
+    """Lists whom a frame concerns, by its number; one list serves all connections, which may be many."""
+    names = {
+        FrameKind.HELLO: "_on_hello",
+        FrameKind.REQUEST: "serving.on_request",
+        FrameKind.REPLY: "calling.on_reply",
+        FrameKind.ERROR: "calling.on_error",
+        FrameKind.GRANT: "calling.on_grant",
+        FrameKind.CANCEL: "serving.on_cancel",
+        FrameKind.ITEM: "_on_item",
+        FrameKind.END: "_on_end",
+        FrameKind.WINDOW: "_on_window",
+        FrameKind.GOODBYE: "_on_goodbye",
+    }
+    return [operator.attrgetter(names.get(kind, "_on_unexpected")) for kind in (FrameKind.HELLO, *FrameKind)]
+
+
+_HANDLERS = _handlers()
 
 
 class StallTimer:
