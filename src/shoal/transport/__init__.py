@@ -16,6 +16,7 @@ from shoal.transport.network.shaped import ShapedNetwork, shaped
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.relay import RelayLimits
 from shoal.transport.streams.transport import StreamTransport
+from shoal.transport.throttle import ThrottledTransport
 from shoal.transport.trust.membership import Access, Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -43,6 +44,7 @@ __all__ = [
     "SocketNetwork",
     "StreamTransport",
     "SwarmSecret",
+    "ThrottledTransport",
     "Transport",
     "aligned_memory",
     "byte_view",
