@@ -239,6 +239,11 @@ DECISIONS = [
     ),
     ("docs/swarm.md", r"shoal swarm", Elsewhere("cli/test_swarm.py::test_a_run_as_its_member_tells_it")),
     ("docs/swarm.md", r"swarm = ", Here(IN_A_SWARM)),
+    (
+        "docs/swarm.md",
+        r"strategy = shoal.SwarmTraining",
+        Elsewhere("strategies/test_swarm_training.py::test_local_steps_average_what_members_have_learned"),
+    ),
     ("docs/coming-from.md", r"dht = hivemind", OTHERS),
     (
         "docs/coming-from.md",

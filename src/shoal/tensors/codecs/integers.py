@@ -62,7 +62,7 @@ class Int8(FormatCodec):
                     f"codec {cls.name!r} does not know {word[:40]!r}",
                     next_step=", ".join(f"{cls.name}{rest}" for rest in _EXAMPLES),
                 )
-        return cls(*sizes, generator=generator)
+        return cls(sizes[0], generator) if sizes else cls(generator=generator)
 
     def options(self, spec: TensorSpec) -> tuple[int, ...]:
         """The options of the codec: the size of a block."""
