@@ -39,7 +39,7 @@ from shoal.core import (
     fanout,
 )
 from shoal.core.ids import ID_BYTES
-from shoal.core.limits import FailureBackoff, RateLimiter
+from shoal.core.rates import FailureBackoff, RateLimiter
 from shoal.core.scope import settle
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.messages import Channel, Head, Reply, read_answer

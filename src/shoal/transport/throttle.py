@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 from shoal.core import Address, Deadline
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.transport.messages import (
     Allocate,
     Buffers,
