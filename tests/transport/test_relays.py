@@ -205,7 +205,7 @@ def test_who_is_not_registered_is_not_reached_and_the_error_says_why():
             await far.streams.call(Peer(home.relays.addresses[0], id_of("else")), "echo", deadline=soon())
         home.relays.keep(lambda: (), 0)
         assert home.relays.addresses == ()
-        await asyncio.sleep(20)  # its lease runs out
+        await asyncio.sleep(60)  # its lease runs out
         with pytest.raises(PeerUnreachable):
             await far.streams.call(Address("relay0", 1024, home.peer_id), "echo", deadline=soon())
 
@@ -260,6 +260,55 @@ def test_a_relay_that_falls_silent_is_noticed_by_both_sides_within_ten_seconds()
         await far.streams.call(home.relays.addresses[0], "echo", deadline=soon())
 
     in_world(work, profile="[ways.default]\ndelay_ms = 20", script=script)
+
+
+@pytest.mark.parametrize("slow", ["far", "home", "relay0"])
+def test_a_line_that_is_full_for_a_minute_is_not_taken_for_a_relay_that_is_gone(slow):
+    profile = f"""
+        [ways.default]
+        delay_ms = 20
+        [peers]
+        "relay0:*" = "fast"
+        "home:*" = "fast"
+        "far:*" = "fast"
+        "{slow}:*" = "slow"
+        [places.fast]
+        [places.slow]
+        up_mbit_s = 0.5
+        down_mbit_s = 2
+    """.replace(f'"{slow}:*" = "fast"\n', "")
+
+    async def work(world):
+        relays = await world.open_relays(1)
+        home, far = await world.open_home(relays), await world.open("far")
+        before = home.relays.addresses
+        changes = []
+        home.relays.on_change.append(lambda: changes.append(home.relays.addresses))
+        assert await pour(far, before[0], 4 << 20) == 4 << 20
+        large = bytes(4 << 20)
+        reply = await far.streams.call(before[0], "echo", 1, [large], deadline=Deadline.after(300))
+        assert bytes(reply.buffers[0]) == large
+        assert changes == []
+
+    in_world(work, profile=profile)
+
+
+def test_a_relay_that_is_closed_is_replaced_over_real_sockets(run):
+    async def check():
+        async with members(3) as (relays, home, far):
+            await until(lambda: len(home.relays.addresses) == 3)
+            first = home.relays.addresses[0]
+            await far.streams.call(first, "echo", deadline=soon())
+            began_s = time.monotonic()
+            gone = next(each for each in relays if each.addresses[0] == first.relay)
+            await gone.streams.__aexit__(None, None, None)
+            with pytest.raises(ShoalError):
+                await far.streams.call(first, "echo", deadline=soon())
+            await far.streams.call(home.relays.addresses[1], "echo", deadline=soon())
+            await until(lambda: first not in home.relays.addresses)
+            assert time.monotonic() - began_s < 10
+
+    run(check())
 
 
 # --- how fast ---
@@ -450,6 +499,34 @@ def test_streams_pass_one_relay_and_nobody_registers_or_opens_through_another():
                 home.relays.addresses[0], ARRIVE, Arrival(far.peer_id.digest), deadline=soon()
             ) as channel:
                 await channel.result()
+
+    in_world(work)
+
+
+def test_a_place_is_kept_for_who_asks_and_for_nobody_else(run):
+    async def check():
+        async with members() as ((relay,), home, far):
+            service, target = relay.relaying, Peer(relay.addresses[0], relay.peer_id)
+            await far.streams.call(target, REGISTER, {"peer_id": home.peer_id.digest}, deadline=soon())
+            assert list(service._places) == [home.peer_id, far.peer_id]
+            connections = [place.connection.peer.id for place in service._places.values()]
+            assert connections == [home.peer_id, far.peer_id]
+            with pytest.raises(PeerRefused, match="over a stream"):
+                await far.datagrams.call(target, REGISTER, deadline=soon())
+
+    run(check())
+
+
+def test_who_has_no_id_is_not_relayed():
+    async def work(world):
+        relays = await world.open_relays(1)
+        home = await world.open_home(relays)
+        async with Endpoint(network=world.network.host("nameless")) as nameless:
+            with pytest.raises(PeerRefused, match="have an id"):
+                await nameless.streams.call(relays[0], REGISTER, deadline=soon())
+            with pytest.raises(PeerUnreachable) as caught:
+                await nameless.streams.call(home.relays.addresses[0], "echo", deadline=soon())
+            assert "have an id" in caught.value.cause
 
     in_world(work)
 

@@ -39,7 +39,7 @@ from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.streams.calls import Calling, ConnectionRetired, Serving
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.decoder import FrameDecoder
-from shoal.transport.streams.outbox import Outbox
+from shoal.transport.streams.outbox import RELAYED_CHUNK_BYTES, Outbox
 from shoal.transport.trust.tls import explain, peer_id_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport = sending_directly(self._transport, self)
         if self._is_unwanted:
             self._transport.abort()
-        self.outbox = Outbox(self.loop, self._transport)
+        chunk_bytes = (RELAYED_CHUNK_BYTES,) if self.is_relayed else ()
+        self.outbox = Outbox(self.loop, self._transport, *chunk_bytes)
         # 'resumed' then means that every byte has left, and buffers may be used again; TLS has copies of its
         # own, and takes zero for 'always full'
         self._transport.set_write_buffer_limits(high=0 if self.shard.access is None else 1)

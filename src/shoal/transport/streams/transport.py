@@ -208,6 +208,11 @@ class StreamTransport(Transport):
         ]
         return min(reversed(found), key=lambda connection: connection.is_relayed, default=None)
 
+    def received_bytes(self, peer: Peer) -> int:
+        """What has come over the connection that was dialed to a peer; 0 where there is none."""
+        connection = self._dialed.get(peer)
+        return connection.received_bytes if connection is not None else 0
+
     def prefer(self, peer: Peer, connection: Connection) -> None:
         """Have further calls to a peer use another connection; calls under way end on the one before."""
         before = self._dialed.get(peer)
