@@ -45,28 +45,23 @@ class MortalNetwork(SocketNetwork):
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
                 stream.shutdown(socket.SHUT_RDWR)
 
-    async def listen(self, address: Address, *, is_shared: bool = False) -> SocketListener:
+    async def listen(self, address: Address) -> SocketListener:
         """Listens as any network does."""
         self._check_alive()
-        return await super().listen(address, is_shared=is_shared)
+        return await super().listen(address)
 
-    async def connect(self, address: Address, *, from_port: int = 0) -> socket.socket:
+    async def connect(self, address: Address) -> socket.socket:
         """Connects as any network does."""
         self._check_alive()
-        return self._noted(await super().connect(address, from_port=from_port))
+        return self._noted(await super().connect(address))
 
     async def adopt(
-        self,
-        accepted: Accepted,
-        protocol: asyncio.BufferedProtocol,
-        *,
-        tls: ssl.SSLContext | None = None,
-        is_server: bool = True,
+        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
     ) -> None:
         """Adopts a connection as any network does."""
         self._check_alive()
         self._noted(cast("SocketAccepted", accepted).socket)
-        await super().adopt(accepted, protocol, tls=tls, is_server=is_server)
+        await super().adopt(accepted, protocol, tls=tls)
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
