@@ -9,7 +9,7 @@ from shoal.core import Deadline, PeerRefused
 from shoal.swarm import CommittedState, SwarmSettings
 from shoal.swarm.membership import MemberPresence
 from shoal.swarm.wire import ABORT, FOLLOW, PART, FollowRequest
-from shoal.tensors import Float16, Int8, TopK
+from shoal.tensors import Float16, Int4, Int8, SparseTwoBit, TopK
 from shoal.transport import Conditions, Profile
 from swarm.swarms import World, gradient, virtual
 
@@ -74,7 +74,7 @@ def test_models_of_any_size_are_cut_into_parts(num_elements):
     virtual(main())
 
 
-@pytest.mark.parametrize("codec", [Float16(), Int8(), TopK(0.1)])
+@pytest.mark.parametrize("codec", [Float16(), Int8(), Int4(), TopK(0.1), SparseTwoBit(0.1)])
 def test_codecs_leave_all_with_the_same_bits(codec):
     async def main():
         async with World(num_elements=10_000) as world:
@@ -83,6 +83,29 @@ def test_codecs_leave_all_with_the_same_bits(codec):
             for key in range(3):
                 await contribute(world, key)
             assert len({run.state.fingerprint() for run in world.runs.values()}) == 1
+            world.check()
+
+    virtual(main())
+
+
+def test_averages_of_sparse_values_travel_sparse():
+    """And whole: what is left out of them would be lost."""
+
+    async def main():
+        size = 100_000
+        async with World(num_elements=size, target_samples=15) as world:
+            world.codec = TopK(0.01)
+            await world.start_all(3)
+            before = sum(run.num_sent_bytes for run in world.runs.values())
+            await contribute(world, 1)
+            sent = sum(run.num_sent_bytes for run in world.runs.values()) - before
+            # a value and its place: each sends two thirds of its values, and to two others what is not zero of
+            # its third of the average, at most three times as much
+            assert sent <= 8 * 0.01 * size * 3 * (2 / 3 + 2 / 3 * 3) * 1.1
+            commit = next(commit for commit, _ in world.commits.values() if commit.plan)
+            held = world.runs[0]._finished[commit.round].held
+            for part, result in enumerate(commit.parts):
+                assert held[part, result.digest].meta.codec == "top-k"
             world.check()
 
     virtual(main())
