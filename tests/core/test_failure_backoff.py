@@ -1,6 +1,6 @@
 """Who failed is left out for a growing while."""
 
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 
 
 def test_pauses_grow_until_something_is_answered():
@@ -54,7 +54,7 @@ def test_the_next_end_is_that_of_a_pause_that_goes_on():
 
 
 def test_of_very_many_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr("shoal.core.limits._MAX_FAILED", 10)
+    monkeypatch.setattr("shoal.core.rates._MAX_FAILED", 10)
     backoff = FailureBackoff(first_s=2)
     for number in range(100):
         backoff.failed(number, float(number))

@@ -270,9 +270,9 @@ def test_what_is_cached_hides_nothing_that_is_stored():
         )
         lies = [slot(one, "lie", 500.0), signed(MALLORY, one, "name", "lie", 600.0)]
         for lie in lies:
-            await send_slots(liar, one, "name", lie, is_cache=True)
+            await send_slots(liar, one, "name", lie, is_pushed=True)
         for lie in (slot(one, "lie", 500.0, 1), slot(one, "new", 400.0, 2), slot(one, "more", 400.0, 3)):
-            await send_slots(liar, one, "all", lie, is_cache=True)
+            await send_slots(liar, one, "all", lie, is_pushed=True)
         assert (await one.get("name")).value == "right"
         assert len((await one.get("all")).value) == 2
         finds = [await send_find(liar, one, Want(key_of(name).digest)) for name in ("name", "all")]
@@ -292,7 +292,7 @@ def test_what_is_cached_hides_nothing_that_is_stored():
 
 def test_a_cached_record_is_no_stored_one():
     async def work(swarm, one, two):
-        assert await send_slots(two, one, "name", slot(one, 1), is_cache=True) == [Verdict.STORED]
+        assert await send_slots(two, one, "name", slot(one, 1), is_pushed=True) == [Verdict.STORED]
         assert len(one.storage) == len(one.cache) == 0
         assert (await send_find(two, one, Want(KEY))).findings[0].state == State.HERE
         assert await one.get("name") is None

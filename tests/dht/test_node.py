@@ -143,7 +143,7 @@ def test_one_wrong_signature_in_a_dictionary_hides_nothing_else(latest):
                     assert swarm.peers[host].storage.store(key, forged, until_s - 60) is Verdict.STORED
         async with client_of(swarm) as client:
             found = await client.get("all", latest=latest)
-            assert list(found.value) == [reserved(peers[at].peer_id) for at in (0, 2, 3)]
+            assert set(found.value) == {reserved(peers[at].peer_id) for at in (0, 2, 3)}
 
     in_world(work, 12)
 

@@ -404,7 +404,7 @@ def test_what_others_leave_is_told_for_a_while_and_never_read(subkeys):
 
     def leave(now_s):
         for subkey in subkeys:
-            assert records.store(KEY, sub(subkey, now_s + 5000.0), now_s, is_cache=True) is Verdict.STORED
+            assert records.store(KEY, sub(subkey, now_s + 5000.0), now_s, is_pushed=True) is Verdict.STORED
 
     leave(1000.0)
     leave(1000.0 + PUSHED_S - 1.0)

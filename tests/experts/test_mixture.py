@@ -11,7 +11,7 @@ from torch import nn
 
 from experts.fake_client import FakeClient, add_linear_experts, peer_at, plain_schema
 from shoal.core import SYSTEM_CLOCK, LoopThread, UsageError
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.experts.client.batch import NotEnoughExperts
 from shoal.experts.mixture import MixtureOfExperts
 from shoal.experts.schema import ExpertSchema, TensorSchema

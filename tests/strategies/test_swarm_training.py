@@ -254,7 +254,7 @@ def test_who_joins_late_has_the_runs_state_and_another_model_is_refused():
             go_on.set()
 
 
-@pytest.mark.parametrize("overlap", ["none", "delayed"])
+@pytest.mark.parametrize("overlap", ["none", "delayed", "streaming"])
 def test_local_steps_average_what_members_have_learned(overlap):
     """One member is slower: it brings the steps that it has made when a round begins."""
     meet = Meeting(2)
@@ -277,7 +277,7 @@ def test_local_steps_average_what_members_have_learned(overlap):
         assert (model(inputs) - targets).square().mean() < untrained
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8", "top-k:0.1"])
+@pytest.mark.parametrize("codec", ["fp16", "int4", "top-k:0.1"])
 def test_codecs(codec):
     meet = Meeting(2)
     with Members(target_samples=64, codec=codec) as members:

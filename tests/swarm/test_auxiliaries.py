@@ -31,7 +31,7 @@ async def contribute_without(world, key, helpers):
 
 def test_it_averages_for_the_others_and_brings_nothing_itself():
     async def main():
-        async with World(num_elements=LARGE) as world:
+        async with World(num_elements=LARGE, bandwidth=1.0) as world:
             await world.start_all(3)
             await contribute(world, 1)
             helper = await lend(world, 3, bandwidth=10.0)
@@ -66,7 +66,7 @@ def test_it_has_no_vote_and_its_loss_costs_no_quorum():
 
 def test_one_that_dies_while_it_averages_has_a_backup():
     async def main():
-        async with World(num_elements=LARGE, target_samples=15) as world:
+        async with World(num_elements=LARGE, target_samples=15, bandwidth=1.0) as world:
             await world.start_all(3)
             helper = await lend(world, 3, bandwidth=10.0)
 

@@ -142,7 +142,7 @@ def test_a_proposal_that_is_refused_at_once_is_not_made_again_and_again():
 
             forks = ForkKeeper("test", run.context, run.state, refuse)
             first = sorted(run.members, key=lambda member: member != run.context.me)
-            round_ = SwarmRound(run.context, tuple(first), (run.state.fork, 0, b""), 1)
+            round_ = SwarmRound(run.context, tuple(first), (run.state.fork, 0, b""), 1, (0, 64))
             loop = asyncio.get_running_loop()
             until_s = loop.time() + 20
             while loop.time() < until_s:

@@ -56,7 +56,7 @@ class HeavyState:
     def start(self, num_elements):
         return {"history": torch.ones(self._num_kept)}
 
-    def step(self, parameters, gradient, kept):
+    def step(self, parameters, gradient, kept, begin=0):
         kept["history"][0] += 1
         self._rule.step(parameters, gradient, {})
 
@@ -308,7 +308,7 @@ def test_joiners_get_less_of_the_lines_while_values_are_averaged(monkeypatch):
 
         return virtual(main())
 
-    limited, full = taken_bytes_per_s(upload_bytes_per_s=line_bytes_per_s), taken_bytes_per_s()
+    limited, full = taken_bytes_per_s(bandwidth=6.25), taken_bytes_per_s()
     # of three lines a quarter each, and what was on its way when the round began
     assert limited < 0.4 * 3 * line_bytes_per_s
     assert limited < 0.75 * full

@@ -34,9 +34,8 @@ from shoal.transport.introductions import (
     answer,
     ask_about,
     outcome_of,
-    read_answer,
 )
-from shoal.transport.messages import Reply
+from shoal.transport.messages import Reply, read_answer
 from shoal.transport.network.sockets import SocketNetwork, unreachable
 from transport.members import Swarm
 

@@ -89,6 +89,13 @@ def dht(
     peers_file: Annotated[
         Path | None, flag("Remember there which peers were met, and join by them next time.", metavar="FILE")
     ] = None,
+    relay_mbit_s: Annotated[
+        float,
+        flag(
+            "What peers behind routers may send and receive through this one, in Mbit/s; 0 is nothing.",
+            metavar="MBIT",
+        ),
+    ] = 400.0,
     wait: Annotated[bool, flag("When nobody answers, stay and try again, instead of failing.")] = False,
 ) -> None:
     """Be a peer of a swarm's DHT, until Ctrl-C.
@@ -100,6 +107,7 @@ def dht(
     from shoal.dht.blocking import Swarm
     from shoal.dht.node import DHT
     from shoal.dht.settings import DHTSettings
+    from shoal.transport.relay import RelayLimits
 
     own_the_process()
     with claimed_identity(identity_file) as identity, ends_by_signal():
@@ -117,6 +125,7 @@ def dht(
             is_insecure=insecure,
             settings=DHTSettings(is_strict=not wait),
             peers_file=peers_file,
+            relaying=RelayLimits(bytes_per_s=relay_mbit_s * 125_000) if relay_mbit_s else None,
         )
         with Swarm(peer) as swarm:
             began_s = SYSTEM_CLOCK.now_s()

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     Answers = Mapping[Peer, MemberFacts | ShoalError]
 
 _MAX_NOTE, _MAX_CELL = 200, 40
+_AVERAGED_AS_SENT = ("fp16", "bf16", "int8", "int4", "top-k", "sparse-2bit")
+"""Codecs that averages travel by, too."""
 _CLEAR = "\033[H\033[2J"
 _TAKE_S = 600.0
 _COLUMNS = (
@@ -267,7 +269,7 @@ def lend_to(peer: Swarm, run: str, bandwidth: float) -> BlockingSwarmRun:
         run,
         torch.empty(num_elements),
         settings=SwarmSettings(bandwidth=bandwidth),
-        codec=codec_from_name(facts.codec) if facts.codec in ("fp16", "bf16", "int8") else None,
+        codec=codec_from_name(facts.codec) if facts.codec in _AVERAGED_AS_SENT else None,
         model=facts.model,
         kind=AUXILIARY,
     )

@@ -13,7 +13,10 @@ from shoal.core.errors import UsageError
 
 ID_BYTES = 20  # 160 bits, the width of Kademlia's id space (Maymounkov & Mazières 2002, section 2)
 
-_HOST_PORT = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\[\]:/\s]+)):(?P<port>\d{1,5})$")
+_HOST_PORT = re.compile(
+    r"^(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\[\]:/\s]+)):(?P<port>\d{1,5})"
+    rf"(?:/(?P<relayed>[0-9A-Fa-f]{{{2 * ID_BYTES}}}))?$"
+)
 
 
 @functools.total_ordering
@@ -94,12 +97,17 @@ class Key(_Id160):
         return cls(hashlib.blake2b(raw, digest_size=ID_BYTES, person=b"shoal key").digest())
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@functools.total_ordering
+@dataclass(frozen=True, slots=True)
 class Address:
-    """One port number on one host, for TCP and UDP both."""
+    """One port number on one host, for TCP and UDP both.
+
+    With a `relayed_id` it is where a peer behind a router is reached, over streams: through the relay there.
+    """
 
     host: str
     port: int
+    relayed_id: PeerId | None = None
 
     def __post_init__(self) -> None:
         if not self.host or not 0 <= self.port <= 65535:
@@ -111,7 +119,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `host:port` or `[v6]:port`."""
+        """Read `host:port` or `[v6]:port`, and `host:port/id` of a peer that is reached through a relay."""
         match = _HOST_PORT.match(text.strip())
         if match is None:
             raise UsageError(
@@ -119,21 +127,42 @@ class Address:
                 cause="an address needs a host and a port, and IPv6 hosts need brackets.",
                 next_step="write HOST:PORT, for example 10.0.0.7:31337 or [::1]:31337.",
             )
-        return cls(match["v6"] or match["host"], int(match["port"]))
+        relayed_id = PeerId.parse(match["relayed"]) if match["relayed"] else None
+        return cls(match["v6"] or match["host"], int(match["port"]), relayed_id)
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether what listens there is a relay of the peer that is meant."""
+        return self.relayed_id is not None
+
+    @property
+    def relay(self) -> Address:
+        """Where the relay of a relayed address listens itself."""
+        return Address(self.host, self.port)
+
+    def __lt__(self, other: Address) -> bool:
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[str, int, bytes]:
+        return self.host, self.port, self.relayed_id.digest if self.relayed_id else b""
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        text = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{text}/{self.relayed_id}" if self.relayed_id else text
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One process that takes part: where it is and, where known, who it is."""
+    """One process that takes part: where it is and, where known (as from a relayed address), who it is."""
 
     address: Address
     id: PeerId | None = None
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        if self.id is None and self.address.relayed_id is not None:
+            object.__setattr__(self, "id", self.address.relayed_id)
         # peers are the keys of every call's look-up: hash once
         object.__setattr__(self, "_hash", hash((self.address, self.id)))
 

@@ -16,6 +16,7 @@ from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.dht.records import Schema
 from shoal.dht.settings import DHTSettings
+from shoal.transport.relay import DEFAULT_LIMITS, RelayLimits
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -92,9 +93,8 @@ class Swarm(BlockingBridge):
 
     @property
     def address(self) -> Address | None:
-        """Where others can join it; None for a client."""
-        dht = self.dht
-        return None if dht.is_client else dht.peer.address
+        """Where others can call it, a client through its first relay; None for a client without."""
+        return next(iter(self.dht.addresses), None)
 
     def in_s(self, seconds: float) -> float:
         """The wall time so long from now, as expirations are given."""
@@ -105,6 +105,7 @@ class Swarm(BlockingBridge):
     get = _waiting(DHT.get)
     get_many = _waiting(DHT.get_many)
     ping = _waiting(DHT.ping)
+    use_relays = _waiting(DHT.use_relays)
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
@@ -127,13 +128,15 @@ def connect(
     identity: Identity | None = None,
     settings: DHTSettings | None = None,
     loop: LoopThread | None = None,
+    relaying: RelayLimits | None = DEFAULT_LIMITS,
 ) -> Swarm:
     """A swarm to be opened: `with shoal.connect("10.0.0.7:31337") as swarm: swarm.get("name")`.
 
     `join` are peers of it, any that answers will do. Without `listen` this one only asks, and keeps nothing
     for others. `secret` is the swarm's or its file; SHOAL_SECRET where it is not given. Without `identity` it
     has a new one each time: records that it signs can then be replaced by nobody until they expire.
-    `secret_file` is the path of the file, as `shoal keys secret` has written it.
+    `secret_file` is the path of the file, as `shoal keys secret` has written it. One that listens relays for
+    peers behind routers within `relaying`.
     """
     if secret_file is not None:
         if secret is not None:
@@ -158,7 +161,14 @@ def connect(
     membership = None if secret is None else Membership(identity, secret)
 
     def make(where: Address | str | None) -> DHT:
-        return DHT(join=join, listen=where, membership=membership, identity=identity, settings=settings)
+        return DHT(
+            join=join,
+            listen=where,
+            membership=membership,
+            identity=identity,
+            settings=settings,
+            relaying=relaying,
+        )
 
     # without a secret a peer listens to this machine alone
     reachable = "127.0.0.1:0" if membership is None else "0.0.0.0:0"

@@ -37,7 +37,8 @@ from shoal.dht.search import Lookup, look_up
 from shoal.dht.wire import ID_BITS, Contact, Found, LookupKind, Want, named
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
-from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack, read_answer
+from shoal.transport.introductions import DIAL_BACK, DialBack, DialedBack
+from shoal.transport.messages import read_answer
 
 log = logging.getLogger(__name__)
 

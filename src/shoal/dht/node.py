@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from shoal.core import Address, Deadline, Key, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
+from shoal.core.ids import is_loopback
 from shoal.dht.join import Joining
 from shoal.dht.protocol import Answered, DHTProtocol
 from shoal.dht.records import (
@@ -38,6 +39,7 @@ from shoal.dht.upkeep import Upkeep
 from shoal.dht.wire import About, Contact, LookupKind, coordinates_of
 from shoal.transport import Endpoint, Membership
 from shoal.transport.network.sockets import is_wildcard, outward_host
+from shoal.transport.relay import DEFAULT_LIMITS, NUM_RELAYS, RelayLimits
 
 _PRESENCE = "presence"
 _SCHEMAS = (Schema(_PRESENCE, Any, OwnSubkey),)  # nobody can be there first with something else
@@ -47,8 +49,9 @@ class DHT:
     """A peer of the swarm's DHT; open it with `async with` on the loop that it should live on.
 
     Names are hashed into keys; every value expires. `join` are addresses of any peers that are there; without
-    them a swarm begins here. Without `listen` it is a client, which asks and stores nothing for others. An
-    `endpoint` that is given is open already, and stays open; without one, the DHT has its own.
+    them a swarm begins here; of a relayed one the relay is joined by. Without `listen` it is a client, which
+    asks and stores nothing for others; they can call it after `use_relays`. An `endpoint` that is given is
+    open already, and stays open; without one, the DHT has its own, which relays for others within `relaying`.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DHT:
         endpoint: Endpoint | None = None,
         schemas: Sequence[Schema] = (),
         peers_file: Path | None = None,
+        relaying: RelayLimits | None = DEFAULT_LIMITS,
     ) -> None:
         self.settings = settings or DHTSettings()
         self.identity = _identity_of(membership, identity, endpoint)
@@ -71,7 +75,7 @@ class DHT:
         self._listen = None if self._is_client_by_choice else _address(listen)
         self._is_own_endpoint = endpoint is None
         self.endpoint = endpoint or Endpoint(
-            membership=membership, is_insecure=is_insecure, peer_id=self.peer_id
+            membership=membership, is_insecure=is_insecure, peer_id=self.peer_id, relaying=relaying
         )
         validator = Validator((*_SCHEMAS, *schemas), self.settings)
         self.protocol = DHTProtocol(self.endpoint, self.peer_id, self.settings, validator)
@@ -80,7 +84,7 @@ class DHT:
         self.table = self.protocol.table
         self.records = self.protocol.records
         self.storage, self.cache = self.records.storage, self.records.cache
-        self.joining = Joining(self.protocol, [_address(address) for address in join], peers_file)
+        self.joining = Joining(self.protocol, [_address(address).relay for address in join], peers_file)
         self.keeper = Keeper(self.protocol, self.store_many)
         self.joining.on_rejoined = self.keeper.store_all_again
         self.upkeep = Upkeep(self.protocol, self.joining)
@@ -111,6 +115,7 @@ class DHT:
             assert protocol.scope is not None
             protocol.scope.start_soon(self.upkeep.run(), name="dht upkeep")
             protocol.scope.start_soon(self.keeper.run(), name="dht keeper")
+            self.endpoint.relays.on_change.append(self.keeper.store_all_again)
             self._closing = closing.pop_all()
         return self
 
@@ -120,6 +125,9 @@ class DHT:
         await self._closing.aclose()
 
     async def _close(self) -> None:
+        relays = self.endpoint.relays
+        relays.on_change = [each for each in relays.on_change if each != self.keeper.store_all_again]
+        relays.keep(lambda: (), 0)
         await self.protocol.close()
         self.joining.remember()
 
@@ -132,13 +140,39 @@ class DHT:
 
     @property
     def peer(self) -> Peer:
-        """Itself, as others call it; UsageError for a client."""
+        """Itself, as others call it, a client through its first relay; UsageError for one without relays."""
+        if self.is_client and self.endpoint.relays.addresses:
+            return Peer(self.endpoint.relays.addresses[0], self.peer_id)
         if not self.endpoint.addresses:
-            raise UsageError("A client has no address.", next_step="give `listen` to be called by others.")
+            raise UsageError(
+                "A client has no address.",
+                next_step="give `listen` to be called by others, or use_relays() behind a router.",
+            )
         address = self.endpoint.addresses[0]
         if is_wildcard(address.host):  # others see it by one of this machine's addresses
             address = Address(self.joining.seen_as or outward_host(address.host), address.port)
         return Peer(address, self.peer_id)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where others can call this peer: its own address, or a client's through each of its relays."""
+        return self.endpoint.relays.addresses if self.is_client else (self.peer.address,)
+
+    async def use_relays(self, num: int = NUM_RELAYS, *, deadline: Deadline | None = None) -> None:
+        """Have a client registered at so many of the peers that it knows, so that others can call it.
+
+        Returns once one has taken it; PeerUnreachable when none does. Relays that go are replaced, and then
+        records that are kept are stored again. A peer that others can call needs no relay, and has none.
+        """
+        if self.is_client:
+            self.endpoint.relays.keep(self._possible_relays, num)
+            await self.endpoint.relays.registered(self.protocol.look_up_deadline(deadline))
+
+    def _possible_relays(self) -> list[Peer]:
+        """Peers that can be called, in any order, those of this machine last: others cannot reach them."""
+        contacts = self.table.contacts()
+        peers = [contact.peer for contact in self.protocol.random.sample(contacts, len(contacts))]
+        return sorted(peers, key=lambda peer: is_loopback(peer.address.host))
 
     @property
     def num_served(self) -> int:

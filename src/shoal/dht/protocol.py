@@ -33,7 +33,7 @@ from shoal.core import (
     StandingScope,
 )
 from shoal.core.ids import ID_BYTES, is_loopback
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.dht import wire
 from shoal.dht.records import Slot, Validator, Verdict
 from shoal.dht.routing_table import RoutingTable
@@ -158,12 +158,12 @@ class DHTProtocol:
         return found
 
     async def call_store(
-        self, contact: Contact, items: list[wire.Item], *, is_cache: bool = False
+        self, contact: Contact, items: list[wire.Item], *, is_pushed: bool = False
     ) -> wire.StoreAnswer:
         """Have a peer keep slots; there is a verdict on each."""
         self.counts.num_stores += 1
         answer: wire.StoreAnswer = await self._call(
-            contact, wire.STORE, wire.Store(self.port, items, is_cache)
+            contact, wire.STORE, wire.Store(self.port, items, is_pushed)
         )
         if len(answer.verdicts) != sum(len(item.slots) for item in items):
             raise self._nonsense(contact, "it answered for another number of records than it was sent.")
@@ -195,7 +195,7 @@ class DHTProtocol:
             raise self._nonsense(target, "it answered in the name of another peer.")
         gap_s = pong.wall_s + took_s / 2 - clock.wall_s()
         answered = Answered(Peer(target.address, claimed), took_s, gap_s, pong.seen_as)
-        if claimed != self.peer_id:
+        if claimed != self.peer_id and not target.address.is_relayed:
             self._on_seen(self.book.of(answered.peer), took_s)
         return answered
 
@@ -305,7 +305,7 @@ class DHTProtocol:
         self._admit(head.peer, store.port)
         wall_s, records = self.wall_s(), self.records
         verdicts = bytes(
-            records.store(item.key, slot, wall_s, is_cache=store.is_cache)
+            records.store(item.key, slot, wall_s, is_pushed=store.is_pushed)
             for item in store.items
             for slot in item.slots
         )
@@ -344,7 +344,9 @@ class DHTProtocol:
         """
         self.num_served += 1
         self.limits.take_messages(peer, cost, self.now_s())
-        if port and peer.id is not None and peer.id != self.peer_id and port == peer.address.port:
+        address = peer.address
+        is_there = port == address.port != 0 and not address.is_relayed
+        if is_there and peer.id is not None and peer.id != self.peer_id:
             self._on_seen(self.book.of(peer), None)
 
     def _near(self, key: bytes, reach: int, asker: int) -> list[Contact]:

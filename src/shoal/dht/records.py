@@ -5,7 +5,8 @@ A name is hashed into a key. A key holds either one plain value or a dictionary 
 slots want the same place, the later one stays, and what is owned yields to its owner only (`judge`, `merge`):
 storage, cache and reads of several replicas all decide here.
 
-What is believed and stored passes `Validator.check` first: may its owner write there (`_check_owner`), and
+What is believed and stored passes `Validator.check` first, but for coordinates of experts and marks of
+absence, which nobody signs: may its owner write there (`_check_owner`), and
 has it signed this (`_is_signed`). A slot that carries its owner's public key is signed over everything that
 it says and where it says it. That alone keeps others from replacing it while it lives, not from being there
 first. Reserved places are nobody else's at any time, and a storing peer knows them from the bytes it is

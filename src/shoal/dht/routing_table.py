@@ -17,7 +17,7 @@ from random import Random
 
 from shoal.core import Address, PeerId
 from shoal.core.ids import is_loopback
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.dht.settings import DHTSettings
 from shoal.dht.wire import ID_BITS, Contact, number_of
 

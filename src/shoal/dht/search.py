@@ -3,12 +3,12 @@
 A `Lookup` is one key's list of the nearest peers that it has heard of. `Search` asks them, nearest first, for
 its value and for peers that are nearer still. Keys that go to the same peer share its requests.
 
-How it ends while peers come and go: when the value was found, or so many of the nearest have answered
-(`Lookup.has_ended`). A peer that is slow is not waited for: the next is asked beside it, and its answer
-counts if it comes; one that fails is gone from the list. Where some were silent and nothing was found,
-others are asked too (`Lookup.is_doubtful`), and where a record is looked for at last those near the key that
-failed of late (`ask_failed_of_late`, half a second more). Whatever happens, the asking ends at its deadline
-(`Requests.run`).
+How it ends while peers come and go: when the value was found, or nobody is left to ask and no answer is
+waited for (`Lookup.waits_for_nobody`). A peer that is slow is not waited for: the next is asked beside it,
+and its answer counts if it comes; one that fails is gone from the list. Where some were silent and nothing
+was found, others are asked too (`Lookup.is_doubtful`), and where a record is looked for at last those near
+the key that failed of late (`ask_failed_of_late`, half a second more). The asking ends at its deadline at the
+latest (`Requests.run`), which does not shorten that half second.
 
 `look_up` and `find_records` are what others call; what a look-up leaves in caches on its way is at the end.
 """
@@ -37,7 +37,7 @@ U = TypeVar("U")
 MAX_IN_FLIGHT = 48
 """Requests of one look-up or store at once; what waits meanwhile is sent together."""
 _MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
-_MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
+_MAX_NEAR = 128  # peers that a key remembers, besides those asked: more than a few liars can name
 _ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know
 _MARKED_AT = 3  # peers that are told of an absence
 _HEARSAY_SEEDS = 4  # peers that were only heard of do not displace those that were seen: they may be invented
@@ -134,7 +134,7 @@ class Lookup:
         """Peers that are asked at once until one of them has answered."""
         self.has_marker = False
         """Whether it ended because those nearest to it know that there is nothing."""
-        self.num_asked = 0
+        self.num_awaited = 0
         """Peers that were asked and have not answered, the slow ones not counted."""
         # the following are by the packed contact
         self._progress: dict[bytes, AskState] = {}
@@ -179,12 +179,12 @@ class Lookup:
         num_counted = 0
         for _, contact in self.near:
             progress = self._progress.get(contact.packed)
-            if progress is None and self.num_asked + len(chosen) < parallel:
+            if progress is None and self.num_awaited + len(chosen) < parallel:
                 chosen.append(contact)
             num_counted += progress is not AskState.SLOW
             if num_counted >= self.num_nearest:
                 break
-        return chosen or ([] if self.num_asked else self._asked_for_too_little())
+        return chosen or ([] if self.num_awaited else self._asked_for_too_little())
 
     def _asked_for_too_little(self) -> list[Contact]:
         """Those that were asked only for peers nearer than some that have turned out not to answer."""
@@ -195,12 +195,12 @@ class Lookup:
     # --- when it ends ---
 
     @property
-    def has_ended(self) -> bool:
+    def waits_for_nobody(self) -> bool:
         """Whether, there being nobody left to ask, no answer is waited for either.
 
         A slow peer's is, where fewer than `num_nearest` have answered.
         """
-        return self.num_asked == 0 and (
+        return self.num_awaited == 0 and (
             len(self.answered()) >= self.num_nearest or not self._has(AskState.SLOW)
         )
 
@@ -252,18 +252,18 @@ class Lookup:
     def on_asked(self, contact: Contact) -> None:
         """A request is on its way."""
         self._progress[contact.packed] = AskState.ASKED
-        self.num_asked += 1
+        self.num_awaited += 1
 
     def on_slow(self, contact: Contact) -> None:
         """It has not answered in good time, and is not counted on any more."""
         if self._progress.get(contact.packed) is AskState.ASKED:
             self._progress[contact.packed] = AskState.SLOW
-            self.num_asked -= 1
+            self.num_awaited -= 1
 
     def on_failed(self, contact: Contact) -> None:
         """It will not answer: it leaves the list of the nearest."""
         if self._progress.get(contact.packed) is AskState.ASKED:
-            self.num_asked -= 1
+            self.num_awaited -= 1
         self._progress[contact.packed] = AskState.FAILED
         entry = (contact.number ^ self.number, contact)
         if entry in self.near:
@@ -272,7 +272,7 @@ class Lookup:
     def on_answered(self, contact: Contact, finding: wire.Finding, near: Sequence[Contact]) -> None:
         """It has answered; `near` are the peers that it tells of."""
         if self._progress.get(contact.packed) is AskState.ASKED:
-            self.num_asked -= 1
+            self.num_awaited -= 1
         self._progress[contact.packed] = AskState.ANSWERED
         self._has_answer = True
         depth = self._depths.get(contact.packed, 0)
@@ -458,7 +458,7 @@ class Search(Requests[Lookup, wire.Found]):
     def advance(self, part: Lookup) -> None:
         """Have a key ask whom it wants to; where there is nobody left to ask, it ends."""
         chosen = part.next_peers(self._parallel)
-        if not chosen and part.has_ended:
+        if not chosen and part.waits_for_nobody:
             if part.is_doubtful:
                 chosen = part.ask_witnesses(self._protocol.witnesses(part.number))
             if not chosen:
@@ -574,7 +574,7 @@ def cache_found(protocol: DHTProtocol, lookup: Lookup, slots: Sequence[Slot]) ->
     for contact in lookup.passed_by()[: protocol.settings.cache_nearest]:
         if sum(map(wire.size_of, slots)) <= wire.MAX_STORE_BYTES:
             items = [wire.Item(lookup.key, list(slots))]
-            protocol.start_soon(protocol.call_store(contact, items, is_cache=True), "dht caching")
+            protocol.start_soon(protocol.call_store(contact, items, is_pushed=True), "dht caching")
 
 
 def mark_absent(protocol: DHTProtocol, lookups: Sequence[Lookup]) -> None:

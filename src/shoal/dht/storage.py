@@ -76,14 +76,14 @@ class LocalRecords:
             return pack_coordinates(coordinates_of(self.get(key, wall_s)))
         return self.storage.coordinates(key, wall_s)
 
-    def store(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
-        """Check a slot and keep it; `is_cache` for a copy of what somebody has found elsewhere."""
+    def store(self, key: bytes, slot: Slot, wall_s: float, *, is_pushed: bool = False) -> Verdict:
+        """Check a slot and keep it; `is_pushed` for a copy of what somebody has found elsewhere."""
         if len(key) != ID_BYTES:
             return Verdict.BAD_VALUE
         refused = self._validator.check(key, slot)
         if refused is not None:
             return refused
-        if is_cache:
+        if is_pushed:
             return self.pushed.store(key, [slot], wall_s)[0]
         verdict = self.storage.store(key, slot, wall_s)
         if verdict is Verdict.STORED:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal.core import Deadline, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.dht.join import Joining, SplitCheck
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.replication import Replicator, Work

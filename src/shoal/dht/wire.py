@@ -118,7 +118,7 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
 
     port: int
     items: list[Item]
-    is_cache: bool = False
+    is_pushed: bool = False
     """Found elsewhere: may be forgotten at any time."""
     absent: list[bytes] = []
     """Keys that were looked for everywhere and not found: to be marked, until something is stored there."""
@@ -262,7 +262,7 @@ async def resolved(network: Network, peer: Peer) -> Peer:
 
     Hosts of simulated networks have names only, and keep them.
     """
-    if network.is_simulated:
+    if network.is_simulated or peer.address.is_relayed:
         return peer
     try:
         host, port, *_ = await network.resolve(peer.address)

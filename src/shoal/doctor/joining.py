@@ -38,8 +38,8 @@ from shoal.transport.introductions import (
     Way,
     ask_about,
     outcome_of,
-    read_answer,
 )
+from shoal.transport.messages import read_answer
 from shoal.transport.network.sockets import Network, SocketNetwork
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret

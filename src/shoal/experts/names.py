@@ -315,13 +315,13 @@ def _is_there(outcome: Stored) -> bool:
 
 
 def _own_addresses(dht: DHT) -> list[Address]:
-    if dht.is_client:
+    if not dht.addresses:
         raise UsageError(
             "This peer cannot be called, so it cannot serve experts.",
-            cause="it is a client of the DHT: it listens nowhere.",
-            next_step="let it listen, or give the addresses at which the experts are served.",
+            cause="it is a client of the DHT: it listens nowhere, and is registered at no relay.",
+            next_step="let it listen, or call use_relays() first.",
         )
-    return [dht.peer.address]
+    return list(dht.addresses)
 
 
 def _address_of(uid: ExpertUid, found: Value | None) -> ExpertAddress | None:

@@ -21,8 +21,8 @@ from shoal.core import SYSTEM_CLOCK
 from shoal.core.board import name_of_run
 from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
 from shoal.core.errors import ProtocolError, ShoalError, UsageError
-from shoal.core.limits import FailureBackoff
 from shoal.core.processes import is_own_user, own_socket_address
+from shoal.core.rates import FailureBackoff
 from shoal.core.run_options import RUN_ID_VARIABLE, SILENCE_S
 from shoal.launch.head import AgentHandle, Engine, RunWorkers, hear_hello, is_outward, outward_address
 from shoal.launch.output import LogFiles, Output

@@ -392,16 +392,32 @@ class SwarmOptions(StrategyOptions, frozen=True, kw_only=True):
     """What was computed meanwhile goes into the next round."""
     codec: Annotated[
         str,
-        Meta(description="codec of what is sent: none, fp16, bf16, int8, top-k:0.01; with error feedback"),
+        Meta(description="codec of what is sent: none, fp16, int8, int4, top-k:0.01, …; with error feedback"),
     ] = "none"
     overlap: Annotated[
-        Literal["none", "delayed"],
-        Meta(description="wait for a round at its end, or train on while it is averaged (DiLoCo rounds)"),
+        Literal["none", "delayed", "streaming"],
+        Meta(
+            description="DiLoCo rounds: wait for each, train on while it is averaged, or average one "
+            "fragment after another beside it"
+        ),
     ] = "none"
+    fragments: Annotated[
+        int, Meta(ge=2, description="streaming: parts of the model; each is averaged once in local_steps")
+    ] = 4
     bandwidth: Annotated[
         float,
-        Meta(gt=0, description="Mbit/s of this peer's line, the slower direction; shares the averaging"),
-    ] = 100.0
+        Meta(
+            ge=0,
+            description="Mbit/s of this peer's line, the slower direction, until rounds have measured it",
+        ),
+    ] = 0.0
+    """0: not known; who has a faster line averages more."""
+    upload_limit: Annotated[
+        float, Meta(ge=0, description="Mbit/s that this peer sends at most for the run; 0: no limit")
+    ] = 0.0
+    download_limit: Annotated[
+        float, Meta(ge=0, description="Mbit/s that others send to this peer at most for the run; 0: no limit")
+    ] = 0.0
     minority_after: Annotated[
         float,
         Meta(gt=0, description="seconds without more than half of the members before going on as a fork"),

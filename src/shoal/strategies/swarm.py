@@ -15,7 +15,9 @@ mean over samples is committed, and all make the same step of the same optimizer
 Local steps (`local_steps`; DiLoCo, Douillard et al. 2023): members train on their own. What they have learned
 since the committed parameters is averaged by samples, and an outer step commits it. Who is in the middle of
 its steps when a round begins brings what it has; who misses a round keeps its progress:
-θ ← θ_new + (θ − θ_old).
+θ ← θ_new + (θ − θ_old). With `overlap="streaming"` (Douillard et al. 2025) each round averages one fragment
+of the parameters in turn, beside the training: a model is then what is committed, and what this member has
+learned that no commit has.
 """
 
 from __future__ import annotations
@@ -62,7 +64,6 @@ log = logging.getLogger(__name__)
 GATHER = "gather"
 _JOIN_S = 600.0
 _LAST_ROUND_S = 10.0
-_BYTES_PER_S_OF_MBIT = 1e6 / 8
 _RATE_SHARE = 0.2
 """Of the latest step in the average of samples per second."""
 
@@ -158,8 +159,10 @@ class SwarmTraining(Strategy):
             patience=options.patience,
             minority_after_s=options.minority_after,
             bandwidth=options.bandwidth,
-            upload_bytes_per_s=options.bandwidth * _BYTES_PER_S_OF_MBIT,
+            upload_limit=options.upload_limit or math.inf,
+            download_limit=options.download_limit or math.inf,
             bytes_per_element=_bytes_per_element(options.codec),
+            num_fragments=self._num_fragments,
         )
         run = BlockingSwarmRun(
             swarm,
@@ -219,6 +222,10 @@ class SwarmTraining(Strategy):
     def _is_local(self) -> bool:
         return not self.options.target_samples
 
+    @property
+    def _num_fragments(self) -> int:
+        return self.options.fragments if self._is_local and self.options.overlap == "streaming" else 1
+
     def _open_swarm(self) -> Swarm:
         """Gives the swarm, open and reachable; what is opened here ends with the strategy."""
         swarm = self._swarm or self._swarm_of_options()
@@ -261,6 +268,8 @@ class SwarmTraining(Strategy):
             words = (
                 f"outer steps after local steps, lr {options.outer_lr:g}, momentum {options.outer_momentum:g}"
             )
+            if self._num_fragments > 1:
+                words += f", of one of {self._num_fragments} fragments in turn"
         else:
             groups: list[int] = []
             for number, end in vector.group_ends(session.optimizer):
@@ -357,7 +366,7 @@ class SwarmTraining(Strategy):
         run, options = self._opened, self.options
         if run.version != self._version:
             self._adopt(is_exact=False)  # a round has come that this member did not wait for
-        is_due = self._num_local >= options.local_steps
+        is_due = self._num_local * self._num_fragments >= options.local_steps
         if is_due or (run.run.context.is_asked and self._num_local):
             must_wait = options.overlap == "none" or self._has_offered
             if not self._has_offered:
@@ -552,4 +561,4 @@ def _is_under_way(member: SwarmRun) -> bool:
 def _bytes_per_element(codec: str) -> float:
     """Says about how large a value is under a codec, for the size of parts."""
     name = codec.strip().lower().partition(":")[0].replace("_", "-")
-    return {"fp16": 2.0, "bf16": 2.0, "int8": 1.0}.get(name, 4.0)
+    return {"fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53}.get(name, 4.0)

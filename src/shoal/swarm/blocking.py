@@ -147,10 +147,16 @@ class BlockingSwarmRun:
         return copied
 
     def committed(self) -> tuple[tuple[bytes, int], torch.Tensor]:
-        """Copies the committed parameters, and says which they are: the fork, and the steps made."""
-        copied: tuple[tuple[bytes, int], torch.Tensor] = self._cross(
-            lambda: (self.version, self.run.state.parameters.clone())
-        )
+        """Copies the committed parameters, and says which they are: the fork, and the steps made.
+
+        Where rounds average fragments, with what this member has learned that no commit has.
+        """
+
+        def copy_them() -> tuple[tuple[bytes, int], torch.Tensor]:
+            parameters, progress = self.run.state.parameters, self.run.ledger.progress()
+            return self.version, parameters.clone() if progress is None else parameters - progress
+
+        copied: tuple[tuple[bytes, int], torch.Tensor] = self._cross(copy_them)
         return copied
 
     def kept(self) -> dict[str, Any]:

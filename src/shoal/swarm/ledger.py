@@ -35,17 +35,33 @@ class FrozenContribution:
     extra: torch.Tensor | None
     """Samples that are behind some elements in addition."""
     mean: torch.Tensor
+    begin: int = 0
+    """The place of the first element of `mean`."""
     encoded: dict[int, Encoded] = field(default_factory=dict)
     """The parts as they are sent, kept until the commit: whoever asks again gets the same bytes."""
     rests: dict[int, torch.Tensor] = field(default_factory=dict)
     """What each encoded part leaves behind: adopted only if the part goes in."""
 
+    def of(self, begin: int, end: int) -> torch.Tensor:
+        """Gives the mean of some elements."""
+        return self.mean[begin - self.begin : end - self.begin]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The elements that it has."""
+        return self.begin, self.begin + self.mean.numel()
+
 
 class SampleLedger:
-    """Sums what was computed, hands it to rounds, and takes back what a commit left out."""
+    """Sums what was computed, hands it to rounds, and takes back what a commit left out.
 
-    def __init__(self, num_elements: int, codec: Codec) -> None:
+    With `adds_up` what is added are differences that follow each other: their sum counts and not their mean,
+    and a round may take some elements of it.
+    """
+
+    def __init__(self, num_elements: int, codec: Codec, *, adds_up: bool = False) -> None:
         self.num_elements = num_elements
+        self._adds_up = adds_up
         self.num_added = 0
         self.num_committed = 0
         self.lost: list[tuple[str, int]] = []
@@ -97,15 +113,37 @@ class SampleLedger:
                 f"{mean.numel()} values of {samples} samples are no contribution to {self.num_elements}.",
                 next_step="give one value for each parameter, and at least one sample.",
             )
-        self._add_sum(mean.detach().reshape(-1), samples)
+        if self._adds_up:
+            self._whole_sum().add_(mean.detach().reshape(-1))
+        else:
+            self._add_sum(mean.detach().reshape(-1), samples)
         self._base += samples
         self.num_added += samples
 
-    def freeze(self) -> FrozenContribution | None:
-        """Makes a contribution of what is pending; None where there is nothing new or one is under way."""
+    def progress(self) -> torch.Tensor | None:
+        """Copies the differences that no commit has, where they add up."""
+        if not self._adds_up or self._sum is None:
+            return None
+        found = self._sum.clone()
+        if self._frozen is not None:
+            begin, end = self._frozen.span
+            found[begin:end] += self._frozen.mean
+        return found
+
+    def freeze(self, span: tuple[int, int] | None = None) -> FrozenContribution | None:
+        """Makes a contribution of what is pending, or of some elements of it where differences add up; None
+        where there is nothing new or one is under way.
+        """
         if self._frozen is not None or not self._base:
             return None
         assert self._sum is not None
+        if self._adds_up:
+            begin, end = span or (0, self.num_elements)
+            due = self._sum[begin:end]
+            self._frozen = FrozenContribution(self.num_pending, self._base, None, due.clone(), begin)
+            due.zero_()
+            self._base = self._carried = 0
+            return self._frozen
         if self._extra is not None:
             self._whole_sum().div_(self._extra + self._base)
         elif self._scale != self._base:
@@ -145,7 +183,7 @@ class SampleLedger:
         time.
         """
         if part not in frozen.encoded:
-            due = frozen.mean[begin:end]
+            due = frozen.of(begin, end)
             if self._residual is not None:
                 due = due + self._residual[begin:end]
             encoded = self._codec.encode(due)
@@ -161,7 +199,7 @@ class SampleLedger:
             return
         plan = commit.plan
         if commit.kind != STEP or plan is None or place not in plan.contributors:
-            self._take_back(frozen, [(0, self.num_elements)], 0)
+            self._take_back(frozen, [frozen.span], 0)
             return
         index = plan.contributors.index(place)
         missing = []
@@ -182,7 +220,7 @@ class SampleLedger:
         """Has the contribution under way pending again: none of it was sent."""
         frozen, self._frozen = self._frozen, None
         if frozen is not None:
-            self._take_back(frozen, [(0, self.num_elements)], 0)
+            self._take_back(frozen, [frozen.span], 0)
 
     def give_up(self, reason: str) -> None:
         """Lists the contribution under way as lost: nobody can say whether it went in."""
@@ -214,7 +252,14 @@ class SampleLedger:
         self, frozen: FrozenContribution, missing: Sequence[tuple[int, int]], credited: int
     ) -> None:
         self.num_committed += credited
-        if credited == 0 and sum(end - begin for begin, end in missing) == self.num_elements:
+        is_whole = credited == 0 and sum(end - begin for begin, end in missing) == frozen.mean.numel()
+        if self._adds_up:
+            self._base += frozen.base if is_whole else 0
+            self._carried += frozen.samples - credited - (frozen.base if is_whole else 0)
+            for begin, end in missing:
+                self._whole_sum()[begin:end] += frozen.of(begin, end)
+            return
+        if is_whole:
             if self._sum is None and frozen.extra is None:
                 self._sum, self._scale = frozen.mean, frozen.base
             else:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shoal.core import AdaptiveDeadline
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.wire import (
     Broadcast,
@@ -35,6 +35,11 @@ DROP_S = 5.0
 """A commit drops a member that was silent for so long."""
 MANY_MEMBERS = 64
 """From here on members speak less often, so that their coordinator hears as much as from so many."""
+BYTES_PER_S_OF_MBIT = 1e6 / 8
+MAX_MBIT_S = 1000.0
+"""A line that is faster holds up no round: then it is the processor that is measured."""
+_MEASURED_BYTES = 128 << 10
+"""What is sent in a round must be so much for it to say something of the line."""
 CLOSED_S = 1.0
 """A commit drops a member whose connection closed, and that has not come back for so long."""
 
@@ -51,12 +56,18 @@ class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Every time-out is this many times as long."""
     minority_after_s: float = 120.0
     """Members that have been without a quorum for so long go on as a fork of their own."""
-    bandwidth: float = 1.0
-    """This member's line, in any unit that all members share."""
-    upload_bytes_per_s: float = math.inf
-    """What this member's line can send. While values are averaged, a quarter of it is for those who join."""
+    bandwidth: float = 0.0
+    """This member's line in Mbit/s, the slower direction, until rounds have measured it; 0: not known."""
+    upload_limit: float = math.inf
+    """In Mbit/s, what this member sends at most for the run, all counted."""
+    download_limit: float = math.inf
+    """In Mbit/s, what this member lets others send to it for the run, on average over a second or so."""
     bytes_per_element: float = 4.0
     """What the codec makes of a value."""
+    num_fragments: int = 1
+    """A round averages one of so many fragments of the parameters, in turn. What is added are then
+    differences, and a fragment's add up from one of its rounds to the next.
+    """
 
 
 @dataclass
@@ -73,6 +84,48 @@ class MemberPresence:
         return has_closed or now_s - max(self.heard_s, since_s) > DROP_S * patience * crowd
 
 
+class UploadMeter:
+    """Measures this member's line: what it sends of a round's values while any are on their way.
+
+    Of a round the fastest stretch from its beginning counts that had nine tenths of the bytes: at the end one
+    waits for slow receivers.
+    """
+
+    def __init__(self) -> None:
+        self.mbit_s: float | None = None
+        """What the latest rounds have shown, the latest one by half."""
+        self._num_active = self._num_bytes = 0
+        self._began_s = self._busy_s = 0.0
+        self._seen: list[tuple[float, int]] = []
+
+    def begin(self, now_s: float) -> None:
+        """Notes that something is being sent."""
+        if not self._num_active:
+            self._began_s = now_s
+        self._num_active += 1
+
+    def end(self, now_s: float, num_bytes: int) -> None:
+        """Notes that it was sent, or with 0 bytes that it was not."""
+        self._num_active -= 1
+        self._num_bytes += num_bytes
+        busy_s = self._busy_s + now_s - self._began_s
+        self._seen.append((busy_s, self._num_bytes))
+        if not self._num_active:
+            self._busy_s = busy_s
+
+    def finish_round(self, now_s: float) -> None:
+        """Takes in what a round has shown, if it had enough to send."""
+        least = max(_MEASURED_BYTES, 0.9 * self._num_bytes)
+        found = [
+            num / busy_s / BYTES_PER_S_OF_MBIT for busy_s, num in self._seen if num >= least and busy_s > 0
+        ]
+        if found:
+            best = min(max(found), MAX_MBIT_S)
+            self.mbit_s = best if self.mbit_s is None else (self.mbit_s + best) / 2
+        self._num_bytes, self._busy_s, self._began_s = 0, 0.0, now_s
+        self._seen.clear()
+
+
 @dataclass
 class MemberContext:
     """What a member's rounds share."""
@@ -86,6 +139,7 @@ class MemberContext:
     vector: Callable[[], Any]
     """Gives memory for one value of each parameter; it is used again when nobody holds it any more."""
     random: random.Random
+    upload: UploadMeter = field(default_factory=UploadMeter)
     presence: dict[SwarmMember, MemberPresence] = field(default_factory=dict)
     leads_since_s: float | None = None
     """Since when this member has led one ballot after another; None while it follows."""
@@ -117,6 +171,18 @@ class MemberContext:
     durations: AdaptiveDeadline = field(
         default_factory=lambda: AdaptiveDeadline(initial_s=30.0, floor_s=1.0, k=4.0)
     )
+
+    @property
+    def bandwidth(self) -> float:
+        """The speed of this member's line in Mbit/s, as measured or told, within its limits; 0: not known.
+
+        What is measured counts in steps of a fifth: shares are not to follow every chance.
+        """
+        settings, found = self.settings, self.settings.bandwidth or math.inf
+        if self.upload.mbit_s is not None:
+            found = 2.0 ** (round(4 * math.log2(self.upload.mbit_s)) / 4)
+        found = min(found, settings.upload_limit, settings.download_limit)
+        return 0.0 if math.isinf(found) else found
 
     def now_s(self) -> float:
         """Tells the time by which silence is judged: it stands still while this member itself is held up."""

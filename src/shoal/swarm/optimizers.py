@@ -23,20 +23,28 @@ class CommittedOptimizer(Protocol):
     def start(self, num_elements: int) -> dict[str, Any]:
         """Makes what it keeps at the beginning: tensors and numbers."""
 
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
-        """Changes the parameters, and what it keeps, in place; `gradient` stays as it is."""
+    def step(
+        self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any], begin: int = 0
+    ) -> None:
+        """Changes the parameters, and what it keeps, in place; `gradient` stays as it is.
+
+        It may be that of some parameters alone, from the one at `begin` on: the others stay, too.
+        """
 
 
 _BLOCK = 32 << 10
 """Elements at a time: what one operation leaves is in the cache for the next, and torch starts no threads."""
 
 
-def _blocks(gradient: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cuts vectors into blocks; that of the gradient is a copy, which may be overwritten."""
+def _blocks(gradient: torch.Tensor, first: int, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cuts vectors into blocks, the others from their element `first` on; that of the gradient is a copy,
+    which may be overwritten.
+    """
     copy = torch.empty(min(_BLOCK, gradient.numel()))
     for begin in range(0, gradient.numel(), _BLOCK):
         end = min(begin + _BLOCK, gradient.numel())
-        yield copy[: end - begin].copy_(gradient[begin:end]), *(other[begin:end] for other in others)
+        rest = (other[first + begin : first + end] for other in others)
+        yield copy[: end - begin].copy_(gradient[begin:end]), *rest
 
 
 class CommittedSGD(msgspec.Struct, frozen=True):
@@ -51,10 +59,12 @@ class CommittedSGD(msgspec.Struct, frozen=True):
         """Keeps a velocity where there is momentum."""
         return {"velocity": torch.zeros(num_elements)} if self.momentum else {}
 
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
+    def step(
+        self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any], begin: int = 0
+    ) -> None:
         """v ← μv + g; θ ← θ − η(g + μv), or θ ← θ − ηv (Sutskever et al. 2013, as in torch)."""
         velocities = [kept["velocity"]] if self.momentum else []
-        for block in _blocks(gradient, parameters, *velocities):
+        for block in _blocks(gradient, begin, parameters, *velocities):
             self._step(*block)
 
     def _step(self, change: torch.Tensor, part: torch.Tensor, velocity: torch.Tensor | None = None) -> None:
@@ -86,11 +96,13 @@ class CommittedAdam(msgspec.Struct, frozen=True):
         zeros = torch.zeros(num_elements)
         return {"mean": zeros, "square": zeros.clone(), "power1": 1.0, "power2": 1.0}
 
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
+    def step(
+        self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any], begin: int = 0
+    ) -> None:
         """Makes algorithm 1 of Kingma & Ba, or algorithm 2 of Loshchilov & Hutter, operation by operation."""
         kept["power1"] *= self.beta1
         kept["power2"] *= self.beta2
-        for block in _blocks(gradient, parameters, kept["mean"], kept["square"]):
+        for block in _blocks(gradient, begin, parameters, kept["mean"], kept["square"]):
             self._step(1 - kept["power1"], 1 - kept["power2"], *block)
 
     def _step(
@@ -171,19 +183,24 @@ class PartitionedOptimizer:
             }
         return made
 
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any]) -> None:
+    def step(
+        self, parameters: torch.Tensor, gradient: torch.Tensor, kept: dict[str, Any], begin: int = 0
+    ) -> None:
         """Steps part by part."""
         factors = iter(() if self._rates is None else self._rates(kept["num_steps"]))
-        begin = 0
+        stepped, end = 0, begin + gradient.numel()
         for number, part in enumerate(self.parts):
             optimizer, prefix = part.optimizer, f"{number}."
             if part.has_rate and (factor := next(factors, 1.0)) != 1.0:
                 rate = optimizer.learning_rate * factor
                 optimizer = msgspec.structs.replace(optimizer, learning_rate=rate)
-            own = {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
-            optimizer.step(parameters[begin : part.end], gradient[begin : part.end], own)
-            kept.update((prefix + name, value) for name, value in own.items())
-            begin = part.end
+            first, last = max(begin, stepped), min(end, part.end)
+            if first < last:
+                own = {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+                due = gradient[first - begin : last - begin]
+                optimizer.step(parameters[stepped : part.end], due, own, first - stepped)
+                kept.update((prefix + name, value) for name, value in own.items())
+            stepped = part.end
         kept["num_steps"] += 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 
 from shoal.swarm.wire import Registration, RoundPlan, SwarmMember
@@ -52,10 +53,11 @@ def make_plan(
     bytes_per_element: float = 4.0,
     reduce_s: float = 30.0,
     left_out: Sequence[int] = (),
+    span: tuple[int, int] | None = None,
 ) -> RoundPlan | None:
     """Makes the plan of a round from who has registered; None where nobody brings samples or can reduce.
 
-    Those `left_out` neither contribute nor reduce.
+    Those `left_out` neither contribute nor reduce. Of the elements those in `span` are averaged, or all.
     """
     fitting = {
         place: registration
@@ -66,15 +68,20 @@ def make_plan(
     reducers = [place for place in fitting if members[place].is_reachable]
     if not contributors or not reducers:
         return None
+    first, last = span or (0, num_elements)
+    num_elements = last - first
     smallest = max(_ALIGNMENT, int(SMALLEST_PART_BYTES / bytes_per_element))
     largest = max(smallest, int(LARGEST_PART_BYTES / bytes_per_element))
-    bandwidths = [max(fitting[place].bandwidth, 1e-9) for place in reducers]
+    known = [fitting[place].bandwidth for place in reducers if fitting[place].bandwidth > 0]
+    usual = statistics.median_low(known) if known else 1.0
+    bandwidths = [fitting[place].bandwidth or usual for place in reducers]
     samples = tuple(fitting[place].samples for place in contributors)
     if len(contributors) > GROUP:
         num_parts = max(1, min(max(GROUP, -(-num_elements // largest)), num_elements // smallest))
         lines = dict(zip(reducers, bandwidths, strict=True))
         ends, tops, leaders = _in_groups(contributors, lines, num_elements, num_parts)
         backups = tuple(_backup(owner, part, reducers) for part, owner in enumerate(tops))
+        ends = tuple(first + end for end in ends)
         return RoundPlan(tuple(contributors), samples, ends, tops, backups, reduce_s, leaders)
     wanted = shares(bandwidths, len(contributors))
     # a reducer gets a part at least, so small models have fewer reducers
@@ -97,7 +104,7 @@ def make_plan(
     return RoundPlan(
         contributors=tuple(contributors),
         samples=samples,
-        bounds=tuple(bounds),
+        bounds=tuple(first + bound for bound in bounds),
         reducers=tuple(owners),
         backups=tuple(_backup(owner, part, reducers) for part, owner in enumerate(owners)),
         reduce_s=reduce_s,

@@ -38,7 +38,18 @@ from shoal.swarm.wire import (
     part_digest,
     to_bitmap,
 )
-from shoal.tensors import BFloat16, Encoded, EncodedMeta, Float16, Int8, Plain, decode
+from shoal.tensors import (
+    BFloat16,
+    Codec,
+    Encoded,
+    EncodedMeta,
+    Float16,
+    Int8,
+    Plain,
+    SparseTwoBit,
+    TopK,
+    decode,
+)
 from shoal.tensors.specs import TensorSpec
 from shoal.transport import Head, Reply
 
@@ -156,9 +167,7 @@ class Reduction:
         self._silence_s = _SILENCE_S * context.settings.patience
         self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
         """Who asks for an average that is not ready is answered after so long."""
-        # the average of sparse values is not sparse: it travels as it is
-        is_dense = isinstance(context.codec, Float16 | BFloat16 | Int8)
-        self._codec = context.codec if is_dense else Plain()
+        self._codec = context.codec
         self._vector = context.vector()
         """Where averages that travel as they are arrive, each part in its place."""
         self._claimed: dict[int, None] = {}
@@ -289,7 +298,7 @@ class Reduction:
         out = self._vector[begin:end] if is_in_place else np.empty(end - begin, np.float32)
         pairs = zip(weights, arrived, strict=True)
         average([(weight, one.values, one.squared) for weight, one in pairs], out)
-        encoded = self._codec.encode(torch.from_numpy(out))
+        encoded = average_codec(self._codec, out).encode(torch.from_numpy(out))
         bitmap = to_bitmap([index[place] for one in arrived for place in one.places], len(index))
         refused_bits = to_bitmap([index[place] for place in refused], len(index))
         is_in_place = is_in_place and encoded.meta.codec == Plain.name
@@ -594,19 +603,33 @@ def assemble(
 ) -> torch.Tensor:
     """Puts the averages of a commit together; parts that nobody supplied are zero.
 
-    Where all lie in their places in one vector, that is it, and it must not be written.
+    They begin at the plan's first bound. Where all lie in their places in one vector, that is it, and it must
+    not be written.
     """
+    first, last = plan.bounds[0], plan.bounds[-1]
     found = [held[part, result.digest] if result.attempt else None for part, result in enumerate(results)]
     vectors = [None if one is None else one.vector for one in found]
     if vectors[0] is not None and all(vector is vectors[0] for vector in vectors):
-        return torch.from_numpy(vectors[0])
-    made = np.zeros(plan.bounds[-1], np.float32)
+        return torch.from_numpy(vectors[0])[first:last]
+    made = np.zeros(last - first, np.float32)
     for part, one in enumerate(found):
         if one is not None:
             begin, end = plan.bounds[part], plan.bounds[part + 1]
             part_values = decode(Encoded(one.meta, list(one.buffers)), 4 * (end - begin))
-            made[begin:end] = part_values.reshape(-1).numpy()
+            made[begin - first : end - first] = part_values.reshape(-1).numpy()
     return torch.from_numpy(made)
+
+
+def average_codec(codec: Codec, values: Any) -> Codec:
+    """Chooses how an average travels: as what it was made of where that is dense, else as it is.
+
+    The average of sparse values is less sparse than they are: what is not zero is sent, with its place.
+    """
+    if isinstance(codec, Float16 | BFloat16 | Int8):  # and Int4, which is one
+        return codec
+    if isinstance(codec, TopK | SparseTwoBit):
+        return TopK(max(1, int(np.count_nonzero(values))) / len(values))
+    return Plain()
 
 
 def plain_meta(num_elements: int) -> EncodedMeta:

@@ -95,8 +95,10 @@ class SwarmRound:
         members: tuple[SwarmMember, ...],
         previous: tuple[bytes, int, bytes],
         tenure: int,
+        span: tuple[int, int],
     ) -> None:
         self.members = members
+        self._span = span
         self.fork, self.number, self.state = previous
         self.me = members.index(context.me)
         self._num_voters = num_voters(members)
@@ -317,10 +319,9 @@ class SwarmRound:
             if context.offers_when_asked and not context.is_ready:
                 context.is_asked = True
                 return
-            self._frozen = context.ledger.freeze()
+            self._frozen = context.ledger.freeze(self._span)
             samples = self._frozen.samples if self._frozen else 0
-            num_elements, bandwidth = context.ledger.num_elements, context.settings.bandwidth
-            self._registration = Registration(samples, num_elements, bandwidth)
+            self._registration = Registration(samples, context.ledger.num_elements, context.bandwidth)
             self._changed.fire()
 
     def _begin(self, plan: RoundPlan) -> None:
@@ -669,6 +670,7 @@ class SwarmRound:
                 for place, member in enumerate(self.members)
                 if context.backoff.is_paused(member.id_bytes, now_s)
             ],
+            span=self._span,
         )
 
     async def _reduce(self, ballot: int, began_s: float) -> list[tuple[int, HeldPart] | None] | None:

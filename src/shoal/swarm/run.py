@@ -39,11 +39,11 @@ from shoal.core import (
     VirtualLoop,
     fanout,
 )
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
-from shoal.swarm.membership import MemberContext, SwarmSettings, crowd_factor
+from shoal.swarm.membership import BYTES_PER_S_OF_MBIT, MemberContext, SwarmSettings, crowd_factor
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
 from shoal.swarm.reduction import HeldPart, Reduction, assemble, fetch_parts
 from shoal.swarm.round import SwarmRound
@@ -77,7 +77,7 @@ from shoal.swarm.wire import (
 )
 from shoal.tensors import Codec, Plain
 from shoal.tensors.transfer import HeldState, StateDonor
-from shoal.transport import Head, Reply, Transport
+from shoal.transport import Head, Reply, ThrottledTransport, Transport
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Into
 
@@ -190,10 +190,13 @@ class SwarmRun:
         self.problem = ""
         """What keeps this peer from becoming a member, if anything does."""
         self.has_left = False
-        self._transport = transport
         self._address = address
         self._kind = kind
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
+        limits = self.settings.upload_limit, self.settings.download_limit
+        if math.isfinite(min(limits)):
+            transport = ThrottledTransport(transport, *(BYTES_PER_S_OF_MBIT * limit for limit in limits))
+        self._transport = transport
         self._contacts = list(contacts)
         self._find = find
         self.may_found = may_found
@@ -204,8 +207,8 @@ class SwarmRun:
         """Who knows that this member has left."""
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport, self._donor_pause_s)
-        donated_bytes_per_s = DONOR_SHARE * self.settings.upload_bytes_per_s
-        self._donor_limiter = RateLimiter(donated_bytes_per_s, burst=_DONOR_TICK_S * donated_bytes_per_s)
+        self._donor_limiter = RateLimiter(0.0, 0.0)
+        self._donated_bytes_per_s = 0.0
         self._pins: list[_Pin] = []
         """States for those who join, the oldest first."""
         self._listed_since: dict[SwarmMember, int] = {}
@@ -221,7 +224,7 @@ class SwarmRun:
         self.context = MemberContext(
             me=self._new_member(),
             settings=self.settings,
-            ledger=SampleLedger(self.state.num_elements, codec),
+            ledger=SampleLedger(self.state.num_elements, codec, adds_up=self.settings.num_fragments > 1),
             codec=codec,
             call=self._call,
             vector=self._new_vector,
@@ -318,7 +321,8 @@ class SwarmRun:
             if not self.is_member:
                 await self._join()
             previous = (self.state.fork, self.state.round, self.state.name)
-            round_ = self.round = SwarmRound(self.context, self.members, previous, self._tenure)
+            span = self.state.fragment(self.settings.num_fragments)
+            round_ = self.round = SwarmRound(self.context, self.members, previous, self._tenure, span)
             self._changed.fire()
             commit = await self._play(round_)
             if commit is None:
@@ -389,6 +393,7 @@ class SwarmRun:
             self._pin()
         self._forget()
         context = self.context
+        context.upload.finish_round(asyncio.get_running_loop().time())
         context.is_ready = context.is_asked = False
         if commit.kind != STEP and self.round is not None and self.round.plan is not None:
             self.num_failed += 1
@@ -668,11 +673,21 @@ class SwarmRun:
         if member == self.context.me:
             answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
             return answer if isinstance(answer, Reply) else Reply(answer)
-        if method == PART:
-            self.num_sent_bytes += _num_bytes(buffers)
-        reply = await self._transport.call(
-            member.peer, method, payload, buffers, deadline=Deadline.after(max(wait_s, 0.01)), into=into
-        )
+        upload, loop, num_bytes = self.context.upload, asyncio.get_running_loop(), _num_bytes(buffers)
+        self.num_sent_bytes += num_bytes
+        limit = Deadline.after(max(wait_s, 0.01))
+        if not buffers:
+            reply = await self._transport.call(member.peer, method, payload, deadline=limit, into=into)
+        else:
+            upload.begin(loop.time())
+            num_sent = 0
+            try:
+                reply = await self._transport.call(
+                    member.peer, method, payload, buffers, deadline=limit, into=into
+                )
+                num_sent = num_bytes
+            finally:
+                upload.end(loop.time(), num_sent)
         kind = _REPLIES.get(method)
         return reply if kind is None else Reply(_read(reply.payload, kind), reply.buffers)
 
@@ -682,9 +697,13 @@ class SwarmRun:
 
     def _donor_pause_s(self, num_bytes: int) -> float:
         """Says how long a joiner waits for so many bytes: the line is first of all for the round's values."""
-        round_ = self.round
-        if round_ is None or round_.stage == GATHER or math.isinf(self.settings.upload_bytes_per_s):
+        round_, bandwidth = self.round, self.context.bandwidth
+        if round_ is None or round_.stage == GATHER or not bandwidth:
             return 0.0
+        donated = DONOR_SHARE * bandwidth * BYTES_PER_S_OF_MBIT
+        if donated != self._donated_bytes_per_s:
+            self._donor_limiter = RateLimiter(donated, burst=_DONOR_TICK_S * donated)
+            self._donated_bytes_per_s = donated
         pause_s = self._donor_limiter.take("state", num_bytes, asyncio.get_running_loop().time())
         # the round may end before, and so short a pause that the clock does not move would not end
         return min(max(pause_s, _SHORTEST_PAUSE_S), _DONOR_TICK_S) if pause_s else 0.0
@@ -697,8 +716,13 @@ class SwarmRun:
             answer = await handler(head.payload, buffers)
             if not isinstance(answer, Reply):
                 return Reply(answer)
-            self.num_sent_bytes += _num_bytes(answer.buffers)
-            return answer
+            num_bytes = _num_bytes(answer.buffers)
+            if not num_bytes:
+                return answer
+            self.num_sent_bytes += num_bytes
+            upload, loop = self.context.upload, asyncio.get_running_loop()
+            upload.begin(loop.time())
+            return Reply(answer.payload, answer.buffers, lambda: upload.end(loop.time(), num_bytes))
 
         return serve
 

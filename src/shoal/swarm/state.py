@@ -18,6 +18,8 @@ from shoal.core import ProtocolError
 from shoal.swarm.optimizers import CommittedOptimizer
 from shoal.swarm.wire import STEP, Commit
 
+_ALIGNMENT = 16  # elements: fragments begin on 64-byte boundaries
+
 
 class CommittedState:
     """Parameters, what the optimizer keeps, the round that comes next, and the samples that went in."""
@@ -41,6 +43,17 @@ class CommittedState:
         """How many parameters there are."""
         return self.parameters.numel()
 
+    def fragment(self, num_fragments: int) -> tuple[int, int]:
+        """Gives the elements that the next step moves, where steps move one of so many fragments in turn.
+
+        It follows from the number of steps: a round that comes to nothing leaves the turn where it was.
+        """
+        size = self.num_elements
+        num_fragments = max(1, min(num_fragments, size // _ALIGNMENT))
+        number = self.num_steps % num_fragments
+        begin, end = (size * one // num_fragments // _ALIGNMENT * _ALIGNMENT for one in (number, number + 1))
+        return begin, size if number + 1 == num_fragments else end
+
     def apply(self, commit: Commit, average: torch.Tensor | None) -> None:
         """Makes the step that a commit has decided; an abort and an end only raise the round.
 
@@ -53,7 +66,8 @@ class CommittedState:
         if commit.kind == STEP:
             if self.has_values:
                 assert average is not None
-                self.optimizer.step(self.parameters, average, self.kept)
+                assert commit.plan is not None
+                self.optimizer.step(self.parameters, average, self.kept, commit.plan.bounds[0])
             self.num_samples += sum(credited_samples(commit))
             self.num_steps += 1
         self.round += 1
@@ -126,7 +140,7 @@ def credited_samples(commit: Commit) -> list[int]:
     for bitmap, size in sizes.items():
         for place in places_in(bitmap, len(elements)):
             elements[place] += size
-    total = plan.bounds[-1]
+    total = plan.num_elements
     return [samples * num // total for samples, num in zip(plan.samples, elements, strict=True)]
 
 

@@ -73,7 +73,9 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     samples: tuple[int, ...]
     """How many samples stand behind each contribution: its weight."""
     bounds: tuple[int, ...]
-    """Where the parts begin, in elements, and where the last one ends."""
+    """Where the parts begin, in elements, and where the last one ends: those of a fragment where a round
+    averages no more.
+    """
     reducers: tuple[int, ...]
     backups: tuple[int, ...]
     """Who reduces a part once its reducer is lost; -1 for nobody."""
@@ -81,6 +83,11 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     """After so long a reducer averages what has come."""
     leaders: tuple[tuple[int, ...], ...] = ()
     """Where there are many contributors: for each group, who averages which part for it, -1 for nobody."""
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements all parts have together."""
+        return self.bounds[-1] - self.bounds[0]
 
     @property
     def num_parts(self) -> int:
@@ -157,8 +164,8 @@ class Registration(msgspec.Struct, frozen=True, array_like=True):
 
     samples: int
     num_elements: int
-    bandwidth: float = 1.0
-    """The smaller of its line's two directions, in any unit that all members share."""
+    bandwidth: float = 0.0
+    """Its line in Mbit/s, the slower direction; 0: not known, it counts as that of most others."""
 
 
 class FollowRequest(msgspec.Struct, frozen=True):

@@ -14,7 +14,9 @@ from shoal.transport.network.memory import MemoryNetwork
 from shoal.transport.network.profiles import Profile
 from shoal.transport.network.shaped import ShapedNetwork, shaped
 from shoal.transport.network.sockets import Network, SocketNetwork
+from shoal.transport.relay import RelayLimits
 from shoal.transport.streams.transport import StreamTransport
+from shoal.transport.throttle import ThrottledTransport
 from shoal.transport.trust.membership import Access, Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -34,6 +36,7 @@ __all__ = [
     "MemoryNetwork",
     "Network",
     "Profile",
+    "RelayLimits",
     "Reply",
     "Serve",
     "ServeChannel",
@@ -41,6 +44,7 @@ __all__ = [
     "SocketNetwork",
     "StreamTransport",
     "SwarmSecret",
+    "ThrottledTransport",
     "Transport",
     "aligned_memory",
     "byte_view",

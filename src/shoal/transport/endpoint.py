@@ -12,6 +12,7 @@ from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
 from shoal.transport.messages import HasMethods, MethodTable
 from shoal.transport.network.sockets import Network, SocketNetwork
+from shoal.transport.relay import DEFAULT_LIMITS, RelayClient, RelayLimits, RelayService
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
 
@@ -21,7 +22,8 @@ _ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
 class Endpoint(HasMethods):
     """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others.
 
-    It answers the methods of `introductions` by itself.
+    It answers the methods of `introductions` by itself, and relays for others within the limits `relaying`
+    (None: for nobody), unless it has `helpers`.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Endpoint(HasMethods):
         limits: Limits | None = None,
         helpers: Sequence[LoopThread] = (),
         peer_id: PeerId | None = None,
+        relaying: RelayLimits | None = DEFAULT_LIMITS,
     ) -> None:
         self.membership = membership
         self.network = network or SocketNetwork()
@@ -61,6 +64,10 @@ class Endpoint(HasMethods):
         """Where it listens."""
         self._closing = contextlib.AsyncExitStack()
         introductions.answer(self)
+        self.relays = RelayClient(self)
+        """The way for others to call this peer where they cannot dial it."""
+        # the two connections that a stream passes must live on one loop
+        self.relaying = RelayService(self, relaying) if relaying is not None and not helpers else None
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as closing:

@@ -46,8 +46,10 @@ _MAX_TEXT = 2000  # characters of one sentence: an error must fit where a head f
 class FrameKind(enum.IntEnum):
     """What a frame is for.
 
-    A new kind needs how its head is read (`_DECODERS`), how large its body may be (`_BODY_LIMITS` in
-    `streams/decoder`), whom it concerns (`Connection.__init__`), and another VERSION.
+    A new kind needs the next number, how its head is read (`_DECODERS`), how large its body may be
+    (`_BODY_LIMITS` in `streams/decoder`), whom it concerns (`_handlers` in `streams/connection`; where it may
+    come to a thread that waits, `_BlockingConnection._on_frame` in `streams/blocking`), and another VERSION.
+    One with a body is sent by the outbox.
     """
 
     HELLO = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -22,22 +22,20 @@ from shoal.core import (
     PeerBusy,
     PeerRefused,
     PeerUnreachable,
-    ProtocolError,
     VersionMismatch,
     fanout,
 )
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.core.untrusted import visible_line
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
 from shoal.transport.limits import KIB, MIB
-from shoal.transport.messages import Head, Reply
+from shoal.transport.messages import Head, Reply, read_answer
 
 if TYPE_CHECKING:
     from shoal.transport.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ABOUT = "shoal.about"
 DIAL_BACK = "shoal.dial-back"
@@ -137,6 +135,8 @@ class Introductions:
 
     async def dial_back(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Call the caller at the port that it names, over the ways that it names."""
+        if head.peer.address.is_relayed:
+            raise PeerRefused("who calls through a relay is not dialed back: its host is the relay's.")
         host, wish = head.peer.address.host, head.payload
         if self._dial_backs.take(host, 1, self._endpoint.network.clock.now_s()):
             raise PeerBusy(
@@ -211,17 +211,6 @@ async def ask_about(transport: Any, peer: Peer | Address, way: Way, deadline: De
     """Ask a peer who it is."""
     reply = await transport.call(peer, ABOUT, Caller(__version__, way), deadline=deadline)
     return read_answer(reply, Introduction, ABOUT)
-
-
-def read_answer(reply: Reply, kind: type[T], method: str) -> T:
-    """An answer's payload; ProtocolError when it is none of this kind."""
-    try:
-        return msgspec.convert(reply.payload, kind)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(
-            f"The answer to {method} is not as it should be: {error}",
-            next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
-        ) from error
 
 
 def outcome_of(error: Exception) -> Outcome:

@@ -1,4 +1,7 @@
-"""What a peer puts up with: its limits, bytes and slots that calls share, and lines of the log."""
+"""What a peer puts up with: its limits, bytes and slots that calls share, and lines of the log.
+
+How often something may happen is limited by `core.rates`, for peers of the DHT in `dht/protocol`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, LimitExceeded, Peer, ProtocolError, UsageError
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.core.untrusted import visible_line
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

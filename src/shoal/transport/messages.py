@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from shoal.transport.memory import BufferPool, byte_view, fill
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _CALL, _CHANNEL = int(Mode.CALL), int(Mode.CHANNEL)
 _NEVER = Deadline.never()
 
@@ -127,9 +128,11 @@ class HasMethods(Protocol):
         """Answer calls of this method; payloads that are not of `payload_type` are refused."""
         self.routes.add(method, serve, allocate, payload_type)
 
-    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
-        """Answer channels of this method, which come over streams."""
-        self.routes.add_channel(method, serve, payload_type)
+    def handle_channel(
+        self, method: str, serve: ServeChannel, *, payload_type: Any = Any, window_bytes: int | None = None
+    ) -> None:
+        """Answer channels of this method, which come over streams; without a window, with the transport's."""
+        self.routes.add_channel(method, serve, payload_type, window_bytes)
 
 
 class Transport(HasMethods, Protocol):
@@ -189,6 +192,8 @@ class Route:
     is_allocating_late: bool = False
     """Whether a plain function takes buffers that came along with their request in any memory: then
     `allocate` is only asked for those that are still to come."""
+    window_bytes: int | None = None
+    """What a channel's caller may have sent before it was taken; None for what the transport's limits say."""
 
 
 class MethodTable:
@@ -210,9 +215,14 @@ class MethodTable:
         decoder, is_plain = _decoder(payload_type), not _is_async(serve)
         self._add(method, Route(serve, None, allocate, decoder, is_plain, is_allocating_late))
 
-    def add_channel(self, method: str, serve: ServeChannel, payload_type: Any) -> None:
-        """Register a handler of channels."""
-        self._add(method, Route(None, serve, None, _decoder(payload_type), is_plain_function=False))
+    def add_channel(
+        self, method: str, serve: ServeChannel, payload_type: Any, window_bytes: int | None = None
+    ) -> None:
+        """Register a handler of channels; see `Route`."""
+        decoder = _decoder(payload_type)
+        self._add(
+            method, Route(None, serve, None, decoder, is_plain_function=False, window_bytes=window_bytes)
+        )
 
     def remove(self, method: str) -> None:
         """Stop answering this method."""
@@ -342,6 +352,17 @@ def unusable_answer(error: Exception, peer: Peer, method: str) -> Exception:
     if isinstance(error, ShoalError) or not isinstance(error, UNREADABLE):
         return error
     return ProtocolError(f"The answer of {peer} to {method} cannot be read: {error}.")
+
+
+def read_answer(reply: Reply, kind: type[T], method: str) -> T:
+    """An answer's payload; ProtocolError when it is none of this kind."""
+    try:
+        return msgspec.convert(reply.payload, kind)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"The answer to {method} is not as it should be: {error}",
+            next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
+        ) from error
 
 
 def other_peer(target: Peer, found: PeerId | None) -> PeerRefused:

@@ -30,6 +30,8 @@ NAMES = [
     "int8:16",
     "int8:tensor",
     "int8:8,stochastic",
+    "int4",
+    "int4:16,stochastic",
     "top-k:0.1",
     "low-rank:2",
     "sparse-2bit:0.1",
@@ -140,6 +142,7 @@ def test_never_larger_than_plain(name, dtype):
         ("int8", 6000 + 4 * 2),
         ("int8:100", 6000 + 4 * 60),
         ("int8:tensor", 6000 + 4),
+        ("int4", 3000 + 4 * 47),
         ("top-k:0.01", 60 * (4 + 4)),
         ("low-rank:4", 4 * 4 * (100 + 60)),
         # 41 of 4096 values and 20 of the other 1904, with 6 low bits, a gap and 2 bits for each; gaps of 63
@@ -169,7 +172,7 @@ def test_casts_saturate(name, dtype, largest):
 
 
 def test_names():
-    assert list(CODECS) == ["none", "fp16", "bf16", "int8", "top-k", "low-rank", "sparse-2bit"]
+    assert list(CODECS) == ["none", "fp16", "bf16", "int8", "int4", "top-k", "low-rank", "sparse-2bit"]
     assert all(codec.name == name for name, codec in CODECS.items())
     assert codec_from_name("Top_K:0.25").fraction == 0.25
     assert codec_from_name("low-rank:7").rank == 7
@@ -183,7 +186,7 @@ def test_names():
     [
         ("topk", "Did you mean 'top-k'"),
         ("lowrank:4", "Did you mean 'low-rank'"),
-        ("gzip", "none, fp16, bf16, int8, top-k, low-rank, sparse-2bit"),
+        ("gzip", "none, fp16, bf16, int8, int4, top-k, low-rank, sparse-2bit"),
         ("", "unknown codec"),
         ("top-k:2", "between 0 and 1"),
         ("top-k:nan", "between 0 and 1"),
@@ -224,7 +227,7 @@ def test_claims_beyond_the_limit_allocate_nothing(name):
         decode(Encoded(EncodedMeta(encoded.meta.codec, huge, encoded.meta.options), encoded.buffers))
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "top-k:0.1", "low-rank:2", "sparse-2bit:0.1"])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4", "top-k:0.1", "low-rank:2", "sparse-2bit:0.1"])
 def test_cut_buffers_are_refused(name):
     encoded = received(codec_from_name(name).encode(example()))
     for buffers in ([], encoded.buffers[:-1], [*encoded.buffers, b""], [b[:-1] for b in encoded.buffers]):

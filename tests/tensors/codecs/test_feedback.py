@@ -9,7 +9,7 @@ from shoal.core.errors import UsageError
 from shoal.tensors import ErrorFeedback, codec_from_name, decode
 
 NAMES = ["none", "fp16", "bf16", "int8", "int8:tensor", "int8:16,stochastic", "top-k:0.1", "low-rank:2"]
-NAMES += ["sparse-2bit:0.1"]
+NAMES += ["int4", "sparse-2bit:0.1"]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 every_codec = pytest.mark.parametrize("name", NAMES)

@@ -58,6 +58,42 @@ def test_streams_both_ways(run, host):
     run(check())
 
 
+def test_a_stream_from_a_port_that_is_listened_on(run):
+    async def check():
+        network, talkers = SocketNetwork(), [Talker() for _ in range(5)]
+        shared = await network.listen(Address("127.0.0.1", 0), is_shared=True)
+        others = [await network.listen(LOOPBACK) for _ in range(2)]
+        for listener, client, server in zip(others, talkers[:2], talkers[2:], strict=False):
+            dialed = await network.connect_from(shared.address.port, listener.address)
+            accepted = await listener.accept()
+            assert accepted.origin == shared.address  # the same port dials several
+            await network.adopt(dialed, client, is_server=False)
+            await network.adopt(accepted, server)
+            client.carrier.write(b"hello")
+            await until(lambda server=server: server.heard == b"hello")
+        await network.dial(shared.address, talkers[-1])  # and is dialed
+        (await shared.accept()).close()
+        for listener in (shared, *others):
+            listener.close()
+        for talker in talkers:
+            talker.carrier.abort()
+        await until(lambda: all(talker.is_over for talker in talkers))
+
+    run(check())
+
+
+def test_a_port_that_is_not_shared_cannot_be_dialed_from(run):
+    async def check():
+        network = SocketNetwork()
+        own, other = await network.listen(LOOPBACK), await network.listen(LOOPBACK)
+        with pytest.raises(OSError, match="in use"):
+            await network.connect_from(own.address.port, other.address)
+        own.close()
+        other.close()
+
+    run(check())
+
+
 def test_a_stream_that_is_refused_hears_why(run):
     async def check():
         network, client = SocketNetwork(), Talker()

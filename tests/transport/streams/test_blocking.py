@@ -93,6 +93,38 @@ def test_an_answer_may_be_large_and_a_call_may_not(world):
     assert world.call("echo", 7).payload == 7
 
 
+def test_a_call_for_which_the_server_has_no_room_yet_is_answered_when_it_has():
+    small = 20_000
+    with contextlib.ExitStack() as closing:
+        limits = Limits(max_message_bytes=small + 1000, max_bytes_in_flight=small + 1000)
+        world = World(closing, server={"limits": limits})
+        may_end, held = asyncio.Event(), threading.Semaphore(0)
+
+        async def hold(head, buffers):
+            held.release()
+            await may_end.wait()
+            return Reply(None, [bytes(buffers[0])])
+
+        world.server.handle("hold", hold)
+        deadline = Deadline.after(SOON_S)
+        first = world.own_loop.submit(
+            world.client.call(world.peer, "hold", None, [b"a" * small], deadline=deadline)
+        )
+        assert held.acquire(timeout=SOON_S)
+        caller = closing.enter_context(LoopThread("second"))
+
+        async def call_beside():
+            return bytes(world.call("hold", None, [b"b" * small, b""]).buffers[0])
+
+        second = caller.submit(call_beside())
+        while not world.server.budget._waiting:  # until it stands in line: nothing tells that from outside
+            assert not second.done()
+        world.loop.loop.call_soon_threadsafe(may_end.set)
+        assert second.result(SOON_S) == b"b" * small
+        assert bytes(first.result(SOON_S).buffers[0]) == b"a" * small
+        assert world.call("echo", 7).payload == 7
+
+
 def test_each_thread_has_a_connection_to_itself(world):
     with contextlib.ExitStack() as closing:
         threads = [closing.enter_context(LoopThread(f"caller{number}")) for number in range(4)]

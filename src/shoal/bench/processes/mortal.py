@@ -45,23 +45,28 @@ class MortalNetwork(SocketNetwork):
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
                 stream.shutdown(socket.SHUT_RDWR)
 
-    async def listen(self, address: Address) -> SocketListener:
+    async def listen(self, address: Address, *, is_shared: bool = False) -> SocketListener:
         """Listens as any network does."""
         self._check_alive()
-        return await super().listen(address)
+        return await super().listen(address, is_shared=is_shared)
 
-    async def connect(self, address: Address) -> socket.socket:
+    async def connect(self, address: Address, *, from_port: int = 0) -> socket.socket:
         """Connects as any network does."""
         self._check_alive()
-        return self._noted(await super().connect(address))
+        return self._noted(await super().connect(address, from_port=from_port))
 
     async def adopt(
-        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+        self,
+        accepted: Accepted,
+        protocol: asyncio.BufferedProtocol,
+        *,
+        tls: ssl.SSLContext | None = None,
+        is_server: bool = True,
     ) -> None:
         """Adopts a connection as any network does."""
         self._check_alive()
         self._noted(cast("SocketAccepted", accepted).socket)
-        await super().adopt(accepted, protocol, tls=tls)
+        await super().adopt(accepted, protocol, tls=tls, is_server=is_server)
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol

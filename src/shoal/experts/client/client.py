@@ -223,8 +223,8 @@ class ExpertClient(BlockingBridge):
     def _try_blocking(
         self, peer: Peer, call: _Call, deadline: Deadline | None
     ) -> tuple[Answer, list[torch.Tensor | None], float] | None:
-        """One call on this thread; None when it is not small, or the peer is busy."""
-        if call.sent_bytes > MAX_CALL_BYTES or self._blocking is None:
+        """One call on this thread; None when it is not small, the peer is busy or behind a relay."""
+        if call.sent_bytes > MAX_CALL_BYTES or self._blocking is None or peer.address.is_relayed:
             return None
         server = self._servers.of(peer)
         timeout_s = server.begin(call.kind, 2 * call.sent_bytes)

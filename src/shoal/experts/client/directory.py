@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded, UsageError
-from shoal.core.limits import FailureBackoff
+from shoal.core.rates import FailureBackoff
 from shoal.experts.names import ExpertAddress, ExpertPrefix, ExpertUid, get_experts
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 from shoal.core.errors import TensorError, UsageError, did_you_mean
 from shoal.tensors.codecs.base import Encoded, EncodedMeta, FormatCodec
 from shoal.tensors.codecs.casts import BFloat16, Float16, Plain
-from shoal.tensors.codecs.int8 import Int8
+from shoal.tensors.codecs.integers import Int4, Int8
 from shoal.tensors.codecs.low_rank import LowRank
 from shoal.tensors.codecs.sparse_two_bit import SparseTwoBit
 from shoal.tensors.codecs.top_k import TopK
@@ -18,6 +18,7 @@ CODECS: dict[str, type[FormatCodec]] = {
     "fp16": Float16,
     "bf16": BFloat16,
     "int8": Int8,
+    "int4": Int4,
     "top-k": TopK,
     "low-rank": LowRank,
     "sparse-2bit": SparseTwoBit,

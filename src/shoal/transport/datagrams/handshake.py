@@ -6,7 +6,8 @@ Diffie-Hellman exchange besides the secret: a member that knows the secret still
 others say.
 
 A hello that was recorded and is sent again is refused by its time (`_untimely`), or was answered before and
-gets that answer once more, at few addresses (`_is_repeated`). A stranger is answered with one packet, never
+gets that answer once more, at few addresses (`_is_answered_again`): from another one it can only begin a
+session that its sender has no key for. A stranger is answered with one packet, never
 larger than what it sent, and is remembered only in lists of bounded length. Whoever has proven its address
 cannot be pushed out of its session by anybody who has not.
 """
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import Peer, PeerId, PeerRefused, VersionMismatch
 from shoal.core.ids import ID_BYTES
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.callee import CalleeSession
 from shoal.transport.datagrams.caller import CallerSession, CallerState
@@ -67,11 +68,13 @@ class Handshakes:
         self._transport = transport
         self._codec = codec
         self._greeting: dict[bytes, CallerSession] = {}  # by the salt of their hello
-        self._asking: dict[bytes, CallerSession] = {}  # by the session id that their packets are marked with
+        self._asking: dict[
+            bytes, CallerSession
+        ] = {}  # by the session id that the callee's packets are marked with
         self._tokens = AddressTokens(transport.random)
         self.unproven = UnprovenSessions(transport.sessions)
         self._answered: dict[tuple[bytes, Any], bytes] = {}  # by a hello's nonce and where it came from
-        self._seen: dict[bytes, int] = {}  # from how many addresses a hello has come, by its nonce
+        self._num_addresses: dict[bytes, int] = {}  # that a hello has come from, by its nonce
         self._answers = RateLimiter(_MAX_ANSWERS_A_S, _MAX_ANSWERS_A_S)
         self._stale_answers = RateLimiter(_MAX_STALE_A_S, _MAX_STALE_A_S)
 
@@ -89,7 +92,7 @@ class Handshakes:
             why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
             transport.complain_once("refused a greeting", peer_at(where), why)
             return
-        if plain_kind == wire.PacketKind.HELLO and self._is_repeated(packet, where, socket):
+        if plain_kind == wire.PacketKind.HELLO and self._is_answered_again(packet, where, socket):
             return
         try:
             greeting = codec.open(packet)
@@ -177,14 +180,14 @@ class Handshakes:
 
     # --- the callee's side ---
 
-    def _is_repeated(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
-        """Whether a hello was answered before; that answer is sent again to the same address."""
+    def _is_answered_again(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
+        """Sends the answer to a hello from this address again, or refuses a replay; False for a new one."""
         nonce = packet[4:16]
         if (answer := self._answered.get((nonce, where))) is not None:
             self._transport.stats.duplicates += 1
             socket.send(answer, where)
             return True
-        if self._seen.get(nonce, 0) >= _MAX_ADDRESSES:
+        if self._num_addresses.get(nonce, 0) >= _MAX_ADDRESSES:
             self._transport.on_replay(peer_at(where))
             return True
         return False
@@ -200,7 +203,7 @@ class Handshakes:
             self._on_stale_hello(why, hello, packet, where, socket)
             return
         peer_id = self._codec.verified(greeting)
-        _remember(self._seen, packet[4:16], self._seen.get(packet[4:16], 0) + 1)
+        _remember(self._num_addresses, packet[4:16], self._num_addresses.get(packet[4:16], 0) + 1)
         transport = self._transport
         peer = Peer(peer_at(where).address, peer_id)
         reason = self._objection(peer_id, hello)
@@ -265,7 +268,9 @@ class Handshakes:
         if self._tokens.is_good(token, where, callee.id, now_s):
             if not callee.is_proven:
                 self.unproven.remove(callee)
-                _remember(self._seen, callee.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
+                _remember(
+                    self._num_addresses, callee.hello_nonce, _MAX_ADDRESSES
+                )  # a copy of it is worth nothing
                 self._answered.pop((callee.hello_nonce, callee.where), None)
                 if not transport.make_room():
                     socket.send(callee.packet([encode(wire.Goodbye(_FULL, wire.BUSY))]), where)

@@ -1,8 +1,8 @@
 """What two peers share once they have greeted each other: numbered, sealed packets with frames in them.
 
 A session goes one way: one side calls (`caller`), the other answers (`callee`). Two peers that call each
-other have two. Both directions have a key of their own and count their packets; a packet that comes twice is
-refused (`Session.read`, by `ReplayWindow`).
+other have two. Both directions have a key of their own and count their packets; where they are sealed, a
+packet that comes twice is refused (`Session.read`, by `ReplayWindow`).
 """
 
 from __future__ import annotations

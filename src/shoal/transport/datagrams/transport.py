@@ -22,7 +22,7 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import is_loopback
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 from shoal.transport.datagrams import wire
 from shoal.transport.datagrams.caller import (
     AskOverStream,
@@ -244,6 +244,8 @@ class DatagramTransport(Transport):
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
             self._require_open()
+        if (peer.address if type(peer) is Peer else peer).relayed_id is not None:  # type: ignore[union-attr]
+            return None  # relays carry streams
         remaining_s, timeout_ms = time_left(method, peer, deadline)
         if buffers:
             views = byte_views(buffers)

@@ -1,7 +1,8 @@
 """A network inside this process: hosts by name, streams and datagrams between them, no sockets.
 
 In virtual time everything on it happens the same way each time. `conditions` say what the links do; without
-them bytes arrive in the next turn of the loop.
+them bytes arrive in the next turn of the loop. Hosts may stand behind routers that translate addresses, as
+at home: others see the router's name and one of its ports, and reach them only as its rules allow.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shoal.core import Address, Clock, UsageError, running_clock
 from shoal.transport.network.conditions import Conditions
 from shoal.transport.network.links import IDEAL_LINK, Link
+from shoal.transport.network.nat import AddressTranslation, Carrier, Mapping, NatRules
 from shoal.transport.network.pipes import Pipe, corrupted
 from shoal.transport.network.sockets import Accepted, Network, Tls
 
@@ -36,6 +38,10 @@ _HIGH_WATER_BYTES = 64 << 10
 _FIRST_PORT = 1024
 _FIRST_ORIGIN_PORT = 32_768  # from here on, ports of those who dial
 _NUM_PORTS = 65_536 - _FIRST_ORIGIN_PORT
+_KNOCK_AGAIN_S = (
+    1.0  # as TCP: a greeting that a router dropped is sent again after this, then after twice that
+)
+_LONGEST_KNOCK_S = 64.0
 
 
 class MemoryNetwork:
@@ -45,14 +51,29 @@ class MemoryNetwork:
         self.conditions = conditions
         self.seed = seed
         self.hosts: dict[str, MemoryHost] = {}
+        self.routers: dict[str, MemoryRouter] = {}
         self.links: dict[tuple[str, str], Link] = {}
         """Those that have been used, by the names of their ends."""
 
-    def host(self, name: str) -> MemoryHost:
-        """The network as this host sees it; made when it is first asked for, on the loop that it will use."""
+    def host(self, name: str, *, behind: str = "") -> MemoryHost:
+        """The network as this host sees it; made when it is first asked for, on the loop that it will use.
+
+        `behind` is the name of the router that its packets leave through, if any.
+        """
         if name not in self.hosts:
-            self.hosts[name] = MemoryHost(self, name)
+            self.hosts[name] = MemoryHost(self, name, self.routers[behind] if behind else None)
         return self.hosts[name]
+
+    def router(self, name: str, kind: str | NatRules) -> MemoryRouter:
+        """A router that hosts may stand behind, of a kind of `NATS` or with rules of its own."""
+        self.routers[name] = MemoryRouter(name, kind, self.random_of(name))
+        return self.routers[name]
+
+    def random_of(self, name: str) -> random.Random:
+        """Where the random numbers of a host or router come from."""
+        # not by hash(): it differs from process to process
+        digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=16).digest()
+        return random.Random(int.from_bytes(digest, "big"))
 
     def link(self, source: Address, target: Address) -> Link:
         """The way between two hosts, whatever their ports."""
@@ -64,20 +85,60 @@ class MemoryNetwork:
             link = self.links[names] = self.conditions.link(here, there) if self.conditions else IDEAL_LINK
         return link
 
+    def owner(self, carrier: Carrier, address: Address, now_s: float) -> Address:
+        """Where what is sent to an address goes: to itself, or to who has that port of a router."""
+        if (router := self.routers.get(address.host)) is None:
+            return address
+        mapping = router.table.owner(carrier, address.port, now_s)
+        return address if mapping is None else mapping.inside
+
+    def way_in(
+        self, carrier: Carrier, sender: MemoryHost, origin: Address, target: Address, now_s: float
+    ) -> tuple[Address, Mapping | None] | None:
+        """Where something that was sent to an address arrives; None where a router drops it."""
+        if (router := self.routers.get(target.host)) is not None:
+            if router is sender.router:  # what leaves is not turned round
+                return None
+            mapping = router.table.enter(carrier, target.port, origin, now_s)
+            return None if mapping is None else (mapping.inside, mapping)
+        host = self.hosts.get(target.host)
+        if host is not None and host.router is not None and host.router is not sender.router:
+            return None  # nobody outside has a way to a private address
+        return target, None
+
+
+class MemoryRouter:
+    """A router with one outside address, its name, for all hosts behind it."""
+
+    def __init__(self, name: str, kind: str | NatRules, choice: random.Random) -> None:
+        self.name = name
+        self.table = AddressTranslation(kind, choice)
+
+
+class _Dial:
+    """One attempt of a host to open a stream, from its first greeting to its answer."""
+
+    def __init__(self, origin: Address, target: Address, answer: asyncio.Future[MemoryStream]) -> None:
+        self.origin = origin
+        self.target = target
+        self.answer = answer
+        self.stream: MemoryStream | None = None
+        self.is_met = False
+        """Whether it is one stream with the attempt of the other side: both greeted at the same time."""
+
 
 class MemoryHost(Network):
     """One host: a Network whose addresses have this host's name. It can be killed, and stays dead."""
 
     is_simulated = True
 
-    def __init__(self, network: MemoryNetwork, name: str) -> None:
+    def __init__(self, network: MemoryNetwork, name: str, router: MemoryRouter | None = None) -> None:
         self.name = name
+        self.router = router
         self.address = Address(name, _FIRST_PORT)
         """What conditions know it by: the address that it is given first."""
         self.is_dead = False
-        # not by hash(): it differs from process to process
-        digest = hashlib.blake2b(f"{network.seed} {name}".encode(), digest_size=16).digest()
-        self.random = random.Random(int.from_bytes(digest, "big"))
+        self.random = network.random_of(name)
         self.clock: Clock = running_clock()
         if network.conditions is not None:
             self.clock = network.conditions.clock_for(lambda: self.address, self.clock)
@@ -89,6 +150,7 @@ class MemoryHost(Network):
         self._listeners: dict[int, MemoryListener] = {}
         self._datagrams: dict[int, MemoryDatagrams] = {}
         self._streams: dict[MemoryStream, None] = {}
+        self._dials: dict[tuple[int, Address], _Dial] = {}  # by their own port and whom they greet
         self._be_known_as(self.address)
 
     def _be_known_as(self, address: Address) -> None:
@@ -103,7 +165,7 @@ class MemoryHost(Network):
 
     # --- streams ---
 
-    async def listen(self, address: Address) -> MemoryListener:
+    async def listen(self, address: Address, *, is_shared: bool = False) -> MemoryListener:
         """Accept streams there; UsageError when that cannot be."""
         port = self._bind(address, self._listeners)
         listener = self._listeners[port] = MemoryListener(self, Address(self.name, port))
@@ -111,49 +173,145 @@ class MemoryHost(Network):
 
     async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there, after one round trip; nothing is encrypted."""
-        self._check_alive()
-        loop = asyncio.get_running_loop()
-        network = self._network
-        target = network.hosts.get(address.host)
-        origin = Address(self.name, _FIRST_ORIGIN_PORT + self._num_origins % _NUM_PORTS)
         self._num_origins += 1
-        here, there = MemoryStream(loop, origin, address), MemoryStream(loop, address, origin)
-        links = network.link(self.address, address), network.link(address, self.address)
-        join(here, there, links, (self.random, target.random if target else self.random))
-        answer: asyncio.Future[bool] = loop.create_future()
+        port = _FIRST_ORIGIN_PORT + (self._num_origins - 1) % _NUM_PORTS
+        stream = await self._stream_to(address, port)
+        try:
+            stream.attach(protocol)
+        except BaseException:
+            stream.abort()
+            raise
+
+    async def connect_from(self, port: int, address: Address) -> MemoryAccepted:
+        """A stream to whoever listens there, or dials this port from there at the same time."""
+        return MemoryAccepted(await self._stream_to(address, port))
+
+    async def _stream_to(self, address: Address, port: int) -> MemoryStream:
+        self._check_alive()
+        answer: asyncio.Future[MemoryStream] = asyncio.get_running_loop().create_future()
+        if (key := (port, address)) in self._dials:
+            raise OSError(errno.EADDRINUSE, f"{address} is being dialed from port {port} already")
+        dial = self._dials[key] = _Dial(Address(self.name, port), address, answer)
+        try:
+            self._greet(dial, _KNOCK_AGAIN_S)
+            stream = dial.stream = await answer
+            self._check_alive()
+        except BaseException:
+            if dial.stream is not None:
+                dial.stream.abort()
+            raise
+        finally:
+            del self._dials[key]
+            answer.cancel()
+        return stream
+
+    def _greet(self, dial: _Dial, again_s: float) -> None:
+        """Ask for a stream; once more after a while if a router drops it."""
+        if dial.answer.done() or dial.is_met:
+            return
+        loop, network, target = asyncio.get_running_loop(), self._network, dial.target
+        sent_at_s = loop.time()
+        origin, mapping = self._way_out("tcp", dial.origin, target, sent_at_s)
+        there = network.owner("tcp", target, sent_at_s)
+        near, far = MemoryStream(loop, dial.origin, target), MemoryStream(loop, there, origin)
+        links = network.link(self.address, there), network.link(there, self.address)
+        host = network.hosts.get(there.host)
+        join(near, far, links, (self.random, host.random if host else self.random))
+        dial.stream = near
 
         def offer() -> None:  # at the other host: hand over its end of the stream, and answer
-            target = network.hosts.get(address.host)
-            listener = target._listeners.get(address.port) if target else None
-            is_taken = target is not None and listener is not None and listener.offer(there)
-            if target is not None and is_taken:
-                target._open(there)
-            there.send(functools.partial(on_answer, is_taken))
+            if dial.is_met:
+                return
+            way_in = network.way_in("tcp", self, origin, target, loop.time())
+            if way_in is not None:
+                inside, far_mapping = way_in
+                host = network.hosts.get(inside.host)
+                is_taken = host is not None and host._take(dial, far, inside.port, origin, far_mapping)
+                far.send(functools.partial(on_answer, is_taken))
+            elif again_s <= _LONGEST_KNOCK_S:
+                loop.call_at(max(sent_at_s + again_s, loop.time()), self._greet, dial, 2 * again_s)
+            elif not dial.answer.done():
+                dial.answer.set_exception(TimeoutError(errno.ETIMEDOUT, f"nothing answers at {target}"))
 
         def on_answer(is_taken: bool) -> None:  # at this host: bytes may follow, and wait for the protocol
-            if not answer.done():
-                answer.set_result(is_taken)
-                self._open(here)
-
-        here.send(offer)
-        try:
-            is_taken = await answer
-            self._check_alive()
+            if dial.answer.done():
+                return
             if is_taken:
-                here.attach(protocol)
-        except BaseException:
-            here.abort()
-            raise
-        if not is_taken:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
+                dial.answer.set_result(near)
+                self._open(near, mapping)
+            else:
+                nobody = ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {target}")
+                dial.answer.set_exception(nobody)
 
-    def _open(self, stream: MemoryStream) -> None:
+        near.send(offer)
+
+    def _take(
+        self, dial: _Dial, stream: MemoryStream, port: int, origin: Address, mapping: Mapping | None
+    ) -> bool:
+        """Somebody greets a port of this host: whether it gets its stream."""
+        own = self._dials.get((port, origin))
+        if own is not None:  # both dial each other: the greeting that comes first makes the stream of both
+            if own.is_met or own.answer.done():
+                return False
+            dial.is_met = own.is_met = True
+            self._open(stream, mapping)
+            own.answer.set_result(stream)
+            return True
+        listener = self._listeners.get(port)
+        is_taken = listener is not None and listener.offer(stream)
+        if is_taken:
+            self._open(stream, mapping)
+        return is_taken
+
+    def _way_out(
+        self, carrier: Carrier, source: Address, target: Address, now_s: float
+    ) -> tuple[Address, Mapping | None]:
+        """The address that others see something come from; its router keeps a port for it."""
+        host = self._network.hosts.get(target.host)
+        if self.router is None or (host is not None and host.router is self.router):
+            return source, None
+        mapping = self.router.table.leave(carrier, source, target, now_s)
+        return Address(self.router.name, mapping.port), mapping
+
+    def _open(self, stream: MemoryStream, mapping: Mapping | None = None) -> None:
         self._streams[stream] = None
-        stream.wait_for_protocol(lambda: self._streams.pop(stream, None))
+        if mapping is not None:
+            mapping.num_streams += 1
 
-    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
-        """Have `protocol` serve an accepted stream; nothing is encrypted."""
+        def on_lost() -> None:
+            self._streams.pop(stream, None)
+            if mapping is not None:
+                mapping.num_streams -= 1
+
+        stream.wait_for_protocol(on_lost)
+
+    async def adopt(
+        self,
+        accepted: Accepted,
+        protocol: asyncio.BufferedProtocol,
+        *,
+        tls: Tls = None,
+        is_server: bool = True,
+    ) -> None:
+        """Have `protocol` serve a stream; nothing is encrypted."""
         cast("MemoryAccepted", accepted).stream.attach(protocol)
+
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols of this host by a stream without delay; nothing is encrypted."""
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        near, far = (MemoryStream(loop, self.address, self.address) for _ in range(2))
+        join(near, far, (IDEAL_LINK, IDEAL_LINK), (self.random, self.random))
+        for stream, protocol in ((far, outside), (near, inside)):
+            self._open(stream)
+            stream.attach(protocol)
 
     # --- datagrams ---
 
@@ -176,18 +334,28 @@ class MemoryHost(Network):
             return
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        host, port = target
-        network = self._network
+        network, (host, port) = self._network, target
+        if network.routers:
+            address = Address(host, port)
+            source, _ = self._way_out("udp", source, address, now_s)
+            host = network.owner("udp", address, now_s).host
         link = network.links.get((self.name, host)) or network.link(self.address, Address(host, port))
         for _, arrives_at_s, is_corrupt in link.carry_datagram(now_s, len(data)):
             packet = corrupted(data, self.random) if is_corrupt and data else data
             if arrives_at_s <= now_s:
-                loop.call_soon(self._arrive, source, packet, host, port)
+                loop.call_soon(self._arrive, source, packet, *target)
             elif arrives_at_s < math.inf:
-                loop.call_at(arrives_at_s, self._arrive, source, packet, host, port)
+                loop.call_at(arrives_at_s, self._arrive, source, packet, *target)
 
     def _arrive(self, source: Address, packet: bytes, host: str, port: int) -> None:
-        target = self._network.hosts.get(host)
+        network = self._network
+        if network.routers:
+            now_s = asyncio.get_running_loop().time()
+            way_in = network.way_in("udp", self, source, Address(host, port), now_s)
+            if way_in is None:
+                return
+            host, port = way_in[0].host, way_in[0].port
+        target = network.hosts.get(host)
         carrier = target._datagrams.get(port) if target else None
         if carrier is not None:
             carrier.protocol.datagram_received(packet, (source.host, source.port))
@@ -271,7 +439,7 @@ class MemoryListener:
 
 
 class MemoryAccepted:
-    """A stream that somebody has dialed."""
+    """A stream that somebody has dialed, here or there."""
 
     def __init__(self, stream: MemoryStream) -> None:
         self.stream = stream

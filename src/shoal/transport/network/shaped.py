@@ -118,11 +118,13 @@ class ShapedNetwork(Network):
 
     # --- streams ---
 
-    async def listen(self, address: Address) -> Listener:
+    async def listen(self, address: Address, *, is_shared: bool = False) -> Listener:
         """Accept TCP connections there; UsageError when that cannot be."""
         timers = self._begin()
-        listener = ShapedListener(await self.network.listen(address), timers.loop, self._listeners)
-        self._be_known_as(listener.address)
+        inner = await self.network.listen(address, is_shared=is_shared)
+        listener = ShapedListener(inner, timers.loop, self._listeners)
+        if not is_shared:
+            self._be_known_as(listener.address)
         if self._is_dead:
             listener.kill()
         return listener
@@ -149,13 +151,25 @@ class ShapedNetwork(Network):
         inside = await self._open_tunnel(outside, leaving, arriving, timers, address)
         await self.network.dial(address, protocol, tls=tls, sock=inside)
 
-    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
-        """Have `protocol` serve an accepted connection, on the running loop."""
+    async def connect_from(self, port: int, address: Address) -> Accepted:
+        """Open a connection from a shared port; it is shaped as an accepted one, not the way between."""
+        self._begin()
+        return await self.network.connect_from(port, address)
+
+    async def adopt(
+        self,
+        accepted: Accepted,
+        protocol: asyncio.BufferedProtocol,
+        *,
+        tls: Tls = None,
+        is_server: bool = True,
+    ) -> None:
+        """Have `protocol` serve a connection, on the running loop."""
         timers = self._begin()
         here = self.here or _NOBODY
         taken = cast("SocketAccepted", accepted)
         if not self.conditions.concern_line(here):
-            await self.network.adopt(taken, protocol, tls=tls)
+            await self.network.adopt(taken, protocol, tls=tls, is_server=is_server)
             return
         keep_in_children(taken.socket.fileno())  # the tunnel says so again once it holds it
         outside = socket.socket(fileno=taken.socket.detach())
@@ -164,7 +178,19 @@ class ShapedNetwork(Network):
             self.conditions.link(None, here, "arriving"),
         )
         inside = await self._open_tunnel(outside, leaving, arriving, timers, None)
-        await self.network.adopt(SocketAccepted(inside, taken.origin), protocol, tls=tls)
+        accepted = SocketAccepted(inside, taken.origin)
+        await self.network.adopt(accepted, protocol, tls=tls, is_server=is_server)
+
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols of this process, between which nothing is shaped."""
+        await self.network.splice(inside, outside, tls=tls, is_server=is_server)
 
     async def _open_tunnel(
         self,

@@ -81,14 +81,37 @@ class Network(Protocol):
     is_simulated: bool
     """Whether everything happens in this process: then there is nobody to hide from, and no TLS."""
 
-    async def listen(self, address: Address) -> Listener:
-        """Accept streams there; UsageError when that cannot be."""
+    async def listen(self, address: Address, *, is_shared: bool = False) -> Listener:
+        """Accept streams there; UsageError when that cannot be. `connect_from` may use a shared port."""
 
     async def dial(self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
         """Have `protocol` speak to whoever listens there."""
 
-    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
-        """Have `protocol` serve a stream, on the running loop."""
+    async def connect_from(self, port: int, address: Address) -> Accepted:
+        """Open a stream from a shared port of this host to whoever listens there, or does the same to it."""
+
+    async def adopt(
+        self,
+        accepted: Accepted,
+        protocol: asyncio.BufferedProtocol,
+        *,
+        tls: Tls = None,
+        is_server: bool = True,
+    ) -> None:
+        """Have `protocol` serve a stream, on the running loop; as a client's where it is no server."""
+
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols of this process by a stream: `inside` speaks, `outside` passes its bytes on.
+
+        With `tls`, `outside` sees what TLS makes of them, and `inside` has its transport after the handshake.
+        """
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
@@ -100,7 +123,7 @@ class Network(Protocol):
 
 
 class SocketAccepted:
-    """A TCP connection that was accepted."""
+    """A TCP connection that was accepted, or opened from a shared port."""
 
     def __init__(self, accepted: socket.socket, origin: Address) -> None:
         self.socket = accepted
@@ -154,11 +177,15 @@ class SocketNetwork(Network):
         self.clock: Clock = SYSTEM_CLOCK
         self.random: random.Random = random.SystemRandom()
 
-    async def listen(self, address: Address) -> SocketListener:
+    async def listen(self, address: Address, *, is_shared: bool = False) -> SocketListener:
         """Accept TCP connections there; UsageError when that cannot be."""
-        return SocketListener(await bind(address, socket.SOCK_STREAM))
+        return SocketListener(await bind(address, socket.SOCK_STREAM, is_shared=is_shared))
 
-    async def connect(self, address: Address) -> socket.socket:
+    async def connect_from(self, port: int, address: Address) -> SocketAccepted:
+        """Open a connection from a shared port; both sides may do so at the same time (RFC 9293, 3.5)."""
+        return SocketAccepted(await self.connect(address, from_port=port), address)
+
+    async def connect(self, address: Address, *, from_port: int = 0) -> socket.socket:
         """A connected TCP socket; tries every address that the name has."""
         loop = asyncio.get_running_loop()
         infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -167,6 +194,9 @@ class SocketNetwork(Network):
             candidate = socket.socket(family, kind, protocol)
             try:
                 candidate.setblocking(False)
+                if from_port:
+                    _share_port(candidate)
+                    candidate.bind(("" if family == socket.AF_INET else "::", from_port))
                 await loop.sock_connect(candidate, where)
                 candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as error:
@@ -191,9 +221,36 @@ class SocketNetwork(Network):
         connected = sock or await self.connect(address)
         await _carry(connected, protocol, tls, is_server=False)
 
-    async def adopt(self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: Tls = None) -> None:
-        """Have `protocol` serve an accepted connection, on the running loop."""
-        await _carry(cast("SocketAccepted", accepted).socket, protocol, tls, is_server=True)
+    async def adopt(
+        self,
+        accepted: Accepted,
+        protocol: asyncio.BufferedProtocol,
+        *,
+        tls: Tls = None,
+        is_server: bool = True,
+    ) -> None:
+        """Have `protocol` serve a connection, on the running loop."""
+        await _carry(cast("SocketAccepted", accepted).socket, protocol, tls, is_server=is_server)
+
+    async def splice(
+        self,
+        inside: asyncio.BufferedProtocol,
+        outside: asyncio.BufferedProtocol,
+        *,
+        tls: Tls,
+        is_server: bool,
+    ) -> None:
+        """Join two protocols by a pair of sockets."""
+        near, far = socket.socketpair()
+        try:
+            for each in (near, far):
+                each.setblocking(False)
+            await _carry(far, outside, None, is_server=not is_server)
+        except BaseException:
+            near.close()
+            far.close()
+            raise
+        await _carry(near, inside, tls, is_server=is_server)
 
     async def open_datagrams(
         self, address: Address, protocol: asyncio.DatagramProtocol
@@ -238,7 +295,14 @@ async def _carry(
         raise
 
 
-async def bind(address: Address, kind: socket.SocketKind) -> socket.socket:
+def _share_port(unbound: socket.socket) -> None:
+    """Let a TCP socket have a port that other sockets of this user share in the same way."""
+    unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "SO_REUSEPORT"):  # where it is missing, the first option alone does this
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+async def bind(address: Address, kind: socket.SocketKind, *, is_shared: bool = False) -> socket.socket:
     """A TCP socket that listens there, or a UDP socket; UsageError for what this machine cannot have."""
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(
@@ -253,7 +317,9 @@ async def bind(address: Address, kind: socket.SocketKind) -> socket.socket:
     try:
         bound.setblocking(False)
         if kind == socket.SOCK_STREAM:
-            if os.name == "posix":  # elsewhere the option lets two programs share a port
+            if is_shared:
+                _share_port(bound)
+            elif os.name == "posix":  # elsewhere the option lets two programs share a port
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
             bound.listen(_BACKLOG)

@@ -159,6 +159,7 @@ class _BlockingConnection:
         self._arrivals = self._decoder.arrivals
         self._call_id = -1
         self._method = "hello"
+        self._views: list[memoryview] = []
         self._payload_decoder: msgspec.msgpack.Decoder[Any] | None = None
         self._outcome: Reply | Exception | None = None
         self._deadline = deadline
@@ -232,6 +233,7 @@ class _BlockingConnection:
         remaining_s, timeout_ms = time_left(method, self._peer, deadline)
         views = byte_views(buffers) if buffers else []
         sizes = list(map(len, views))
+        self._views = views
         total_bytes = sum(sizes)
         if total_bytes > MAX_CALL_BYTES:
             raise UsageError(f"{method} has {total_bytes:,} bytes, which is no small call.")
@@ -250,11 +252,9 @@ class _BlockingConnection:
         try:
             if not self._is_plain:
                 self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
-                self._socket.sendall(message)
             else:
                 self._limit_wait(remaining_s)
-                if (sent := self._send(message)) < len(message):
-                    self._send_rest(memoryview(message)[sent:])
+            self._send_all(message)
             return self._receive_outcome()
         except TimeoutError:
             raise DeadlineExceeded(
@@ -294,9 +294,13 @@ class _BlockingConnection:
             except BlockingIOError:
                 self._look_at_deadline()
 
-    def _send_rest(self, rest: memoryview) -> None:
-        while rest:
-            rest = rest[self._send(rest) :]
+    def _send_all(self, message: bytes) -> None:
+        if not self._is_plain:
+            self._socket.sendall(message)
+        elif (sent := self._send(message)) < len(message):
+            rest = memoryview(message)[sent:]
+            while rest:
+                rest = rest[self._send(rest) :]
 
     def close(self) -> None:
         """End the connection; the peer drops what is under way."""
@@ -345,6 +349,11 @@ class _BlockingConnection:
         elif kind == FrameKind.HELLO and self._call_id < 0:
             greeting_peer(head, self._peer, self._proven_id)
             self._outcome = Reply()
+        elif kind == FrameKind.GRANT and self._call_id >= 0:
+            # the peer had no room when the request came, dropped its buffers, and has room now
+            if call_id == self._call_id and self._outcome is None and head.from_start:
+                dropped = b"".join(self._views)
+                self._send_all(frames.frame(FrameKind.CHUNK_FROM_START, call_id, b"", len(dropped)) + dropped)
         else:
             raise ProtocolError(f"A {FrameKind(kind).name} frame came that nothing here asked for.")
 

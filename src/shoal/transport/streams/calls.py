@@ -341,8 +341,8 @@ class Serving:
         call = self._open(call_id, route, head, wire.mode)
         call.held_bytes = payload_bytes
         if call.channel is not None:
-            budget_bytes = connection.budget.max_bytes
-            self._admit(call, min(connection.limits.channel_window_bytes, budget_bytes), body)
+            window_bytes = route.window_bytes or connection.limits.channel_window_bytes
+            self._admit(call, min(window_bytes, connection.budget.max_bytes), body)
         elif total_bytes:
             self._admit(call, total_bytes, body)
         elif not sizes or self._allocate(call):  # buffers may be empty and yet be there
@@ -431,7 +431,9 @@ class Serving:
         call = ServedCall(call_id, route, head, mode)
         if mode == _CHANNEL:  # the caller may send its window before this side has room to begin
             call.final = connection.loop.create_future()
-            call.channel = connection.channels[call_id] = StreamChannel(connection, call_id, call.final)
+            call.channel = connection.channels[call_id] = StreamChannel(
+                connection, call_id, call.final, route.window_bytes
+            )
         self.calls[call_id] = call
         if (remaining_s := head.deadline.remaining_s) < TIMER_S:
             call.timer = connection.loop.call_later(remaining_s, self._expire, call)

@@ -25,11 +25,17 @@ _ITEM_BYTES = 256  # what an item counts beside its bytes: empty items are not f
 class StreamChannel:
     """One side of a channel; `answer` is what ends it, and fails when the call fails."""
 
-    def __init__(self, connection: Connection, call_id: int, answer: asyncio.Future[Reply]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        call_id: int,
+        answer: asyncio.Future[Reply],
+        window_bytes: int | None = None,
+    ) -> None:
         self._connection = connection
         self._call_id = call_id
         self._answer = answer
-        self._window_bytes = connection.limits.channel_window_bytes
+        self._window_bytes = window_bytes or connection.limits.channel_window_bytes
         self._credit_bytes = 0  # what the other side has room for
         self._sent_bytes = 0  # of that, what is on its way or not taken yet
         self._items: collections.deque[tuple[Reply, int]] = collections.deque()

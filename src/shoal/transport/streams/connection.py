@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import operator
 import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -38,7 +39,7 @@ from shoal.transport.network.sockets import release, sending_directly
 from shoal.transport.streams.calls import Calling, ConnectionRetired, Serving
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.decoder import FrameDecoder
-from shoal.transport.streams.outbox import Outbox
+from shoal.transport.streams.outbox import RELAYED_CHUNK_BYTES, Outbox
 from shoal.transport.trust.tls import explain, peer_id_of
 
 if TYPE_CHECKING:
@@ -103,20 +104,6 @@ class Connection(asyncio.BufferedProtocol):
         self._descriptor: int | None = None
         self._proven_id: PeerId | None = None
         self.outbox: Outbox
-        by_kind: dict[FrameKind, Callable[[int, Any, memoryview], None]] = {
-            FrameKind.HELLO: self._on_hello,
-            FrameKind.REQUEST: self.serving.on_request,
-            FrameKind.REPLY: self.calling.on_reply,
-            FrameKind.ERROR: self.calling.on_error,
-            FrameKind.GRANT: self.calling.on_grant,
-            FrameKind.CANCEL: self.serving.on_cancel,
-            FrameKind.ITEM: self._on_item,
-            FrameKind.END: self._on_end,
-            FrameKind.WINDOW: self._on_window,
-            FrameKind.GOODBYE: self._on_goodbye,
-        }
-        # by number: a look-up for every frame
-        self._handlers = [by_kind.get(kind, self._on_unexpected) for kind in (FrameKind.HELLO, *FrameKind)]
 
     # --- what asyncio calls ---
 
@@ -127,7 +114,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport = sending_directly(self._transport, self)
         if self._is_unwanted:
             self._transport.abort()
-        self.outbox = Outbox(self.loop, self._transport)
+        chunk_bytes = (RELAYED_CHUNK_BYTES,) if self.is_relayed else ()
+        self.outbox = Outbox(self.loop, self._transport, *chunk_bytes)
         # 'resumed' then means that every byte has left, and buffers may be used again; TLS has copies of its
         # own, and takes zero for 'always full'
         self._transport.set_write_buffer_limits(high=0 if self.shard.access is None else 1)
@@ -236,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
         """Pass a frame, which the decoder has found, to whom it concerns."""
         if self._state is _State.GREETING and kind not in (FrameKind.HELLO, FrameKind.GOODBYE):
             raise ProtocolError(f"A {FrameKind(kind).name} frame came before the hello.")
-        self._handlers[kind](call_id, head, body)
+        _HANDLERS[kind](self)(call_id, head, body)
 
     # --- what the two sides of a call use ---
 
@@ -244,6 +232,11 @@ class Connection(asyncio.BufferedProtocol):
     def is_connected(self) -> bool:
         """Whether there is, or was, something that carries its bytes."""
         return self._transport is not None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass a relay."""
+        return self.peer.address.is_relayed
 
     @property
     def num_open(self) -> int:
@@ -515,6 +508,26 @@ def greeting_peer(head: frames.HelloHead, expected: Peer, proven: PeerId | None)
     if expected.id is not None and claimed != expected.id:
         raise other_peer(expected, claimed)
     return claimed
+
+
+def _handlers() -> list[Callable[[Connection], Callable[[int, Any, memoryview], None]]]:
+    """Lists whom a frame concerns, by its number; one list serves all connections, which may be many."""
+    names = {
+        FrameKind.HELLO: "_on_hello",
+        FrameKind.REQUEST: "serving.on_request",
+        FrameKind.REPLY: "calling.on_reply",
+        FrameKind.ERROR: "calling.on_error",
+        FrameKind.GRANT: "calling.on_grant",
+        FrameKind.CANCEL: "serving.on_cancel",
+        FrameKind.ITEM: "_on_item",
+        FrameKind.END: "_on_end",
+        FrameKind.WINDOW: "_on_window",
+        FrameKind.GOODBYE: "_on_goodbye",
+    }
+    return [operator.attrgetter(names.get(kind, "_on_unexpected")) for kind in (FrameKind.HELLO, *FrameKind)]
+
+
+_HANDLERS = _handlers()
 
 
 class StallTimer:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from shoal.core import (
@@ -18,6 +18,7 @@ from shoal.core import (
     PeerId,
     PeerLost,
     ProtocolError,
+    Scope,
     ShoalError,
     StandingScope,
     UsageError,
@@ -25,8 +26,9 @@ from shoal.core import (
 from shoal.transport.frames import FrameKind, GoodbyeHead, Mode, encode, frame
 from shoal.transport.limits import ByteBudget, Complaints, Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Buffers, Channel, Into, MethodTable, Reply, Target, Transport
+from shoal.transport.messages import Buffers, Channel, Into, MethodTable, Reply, Target, Transport, other_peer
 from shoal.transport.network.sockets import Accepted, Listener, Network, SocketNetwork, no_answer, unreachable
+from shoal.transport.relay import Arrived, dial_through_relay
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
 from shoal.transport.streams.connection import Connection
@@ -87,6 +89,8 @@ class StreamTransport(Transport):
         self._is_open = False
         self.home_loop: asyncio.AbstractEventLoop | None = None
         """The loop that it was opened on."""
+        self.on_relayed: Callable[[Peer], None] = lambda _: None
+        """Called once a peer was reached through a relay: there may be a better way."""
         self._closing = contextlib.AsyncExitStack()
 
     # --- opening and closing ---
@@ -125,12 +129,22 @@ class StreamTransport(Transport):
         """Calls under way over all connections, both ways."""
         return sum(connection.num_open for shard in self._shards for connection in tuple(shard.connections))
 
+    @property
+    def scope(self) -> Scope:
+        """Of tasks on its own loop that end when it is closed."""
+        self._require_open()
+        return self._shards[0].scope
+
     # --- answering ---
+
+    def check_may_serve(self, address: Address) -> None:
+        """UsageError where others must not reach this peer by an address, since it would believe them."""
+        check_may_listen(address, self._membership, is_insecure=self._is_insecure)
 
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
-        check_may_listen(address, self._membership, is_insecure=self._is_insecure)
+        self.check_may_serve(address)
         self.server_tls()  # what is wrong with it should be said here, not to every caller
         listener = await self.network.listen(address)
         try:
@@ -156,6 +170,18 @@ class StreamTransport(Transport):
 
     def _place(self, accepted: Accepted) -> None:
         """Pass a newcomer to a shard, or refuse it."""
+        if self._has_place(accepted):
+            shard = self._shards[self._next_shard % len(self._shards)]
+            self._next_shard += 1
+            shard.place(accepted)
+
+    def take_in(self, arrived: Arrived) -> None:
+        """Serve a stream that came through a relay, on this transport's own loop."""
+        if self._has_place(arrived):
+            self._shards[0].place(arrived)
+
+    def _has_place(self, accepted: Accepted) -> bool:
+        """Take a place for a newcomer; where there is none it is refused."""
         places = self.places
         if not places.try_take(1) and not (
             any(shard.evict_silent() for shard in self._shards) and places.try_take(1)
@@ -164,10 +190,36 @@ class StreamTransport(Transport):
             goodbye = frame(FrameKind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
             accepted.refuse(BUSY_ALERT if self._membership else goodbye)
             self.complaints.add("refused a connection", Peer(accepted.origin), reason)
-            return
-        shard = self._shards[self._next_shard % len(self._shards)]
-        self._next_shard += 1
-        shard.place(accepted)
+            return False
+        return True
+
+    def connection_from(self, peer_id: PeerId, origin: Address | None = None) -> Connection | None:
+        """A connection that this peer has dialed (from this origin) to this transport's own loop.
+
+        Of several the latest, a direct one where there is any.
+        """
+        found = [
+            connection
+            for connection in self._shards[0].connections
+            if not connection.is_dialer
+            and connection.is_usable
+            and connection.peer.id == peer_id
+            and origin in (None, connection.peer.address)
+        ]
+        return min(reversed(found), key=lambda connection: connection.is_relayed, default=None)
+
+    def received_bytes(self, peer: Peer) -> int:
+        """What has come over the connection that was dialed to a peer; 0 where there is none."""
+        connection = self._dialed.get(peer)
+        return connection.received_bytes if connection is not None else 0
+
+    def prefer(self, peer: Peer, connection: Connection) -> None:
+        """Have further calls to a peer use another connection; calls under way end on the one before."""
+        before = self._dialed.get(peer)
+        self._dialed[peer] = connection
+        self._dialed_as[connection] = peer
+        if before is not None and before is not connection:
+            before.leave("there is a better way.")
 
     # --- asking ---
 
@@ -215,17 +267,40 @@ class StreamTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def open_channel(
-        self, peer: Target, method: str, payload: Any = None, *, deadline: Deadline
+        self,
+        peer: Target,
+        method: str,
+        payload: Any = None,
+        *,
+        deadline: Deadline,
+        window_bytes: int | None = None,
     ) -> AsyncIterator[Channel]:
         """Begin a conversation; leaving the block before the end cancels it."""
         connection = await self._connect(peer, deadline)
+        async with self.channel_on(
+            connection, method, payload, deadline=deadline, window_bytes=window_bytes
+        ) as channel:
+            yield channel
+
+    @contextlib.asynccontextmanager
+    async def channel_on(
+        self,
+        connection: Connection,
+        method: str,
+        payload: Any = None,
+        *,
+        deadline: Deadline,
+        window_bytes: int | None = None,
+    ) -> AsyncIterator[Channel]:
+        """The same over a connection that there is, whichever side has dialed it."""
         try:
             if not connection.calling.slots.try_take():
                 await connection.calling.wait_for_slot(method, deadline)
             call = connection.calling.begin(method, payload, (), deadline, None, Mode.CHANNEL)
         except ConnectionRetired:
             raise connection.error_for(method) from None
-        call.channel = connection.channels[call.id] = StreamChannel(connection, call.id, call.answer)
+        channel = StreamChannel(connection, call.id, call.answer, window_bytes)
+        call.channel = connection.channels[call.id] = channel
         call.channel.open_window()
         try:
             yield call.channel
@@ -239,6 +314,12 @@ class StreamTransport(Transport):
         connection = self._dialed.get(peer)
         if connection is not None and connection.is_usable:
             return connection
+        if (relayed_id := peer.address.relayed_id) is not None:
+            if peer.id != relayed_id:
+                raise other_peer(peer, relayed_id)
+            connection = self.connection_from(relayed_id)
+            if connection is not None:
+                return connection
         dialing = self._dialing.get(peer)
         if dialing is None:
             dialing = self._dialing[peer] = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
@@ -263,7 +344,10 @@ class StreamTransport(Transport):
         connection = home.add(peer, is_dialer=True)
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                await self.network.dial(peer.address, connection, tls=self.client_tls())
+                if peer.address.is_relayed:
+                    await dial_through_relay(self, peer, connection)
+                else:
+                    await self.network.dial(peer.address, connection, tls=self.client_tls())
                 await connection.ready
         except ShoalError as error:
             return error
@@ -281,6 +365,8 @@ class StreamTransport(Transport):
         if connection.is_usable:  # it may have ended in the same moment
             self._dialed[peer] = connection
             self._dialed_as[connection] = peer
+            if peer.address.is_relayed:
+                self.on_relayed(peer)
         return connection
 
     def _require_open(self) -> None:
@@ -307,7 +393,7 @@ class StreamTransport(Transport):
                     shard.loop.call_soon_threadsafe(connection.abort)
 
     def forget(self, connection: Connection) -> None:
-        """A connection that was dialed is over."""
+        """A connection is over."""
         peer = self._dialed_as.pop(connection, None)
         if peer is not None and self._dialed.get(peer) is connection:
             del self._dialed[peer]
@@ -407,6 +493,7 @@ class Shard:
             task.cancel()
 
     def _adopt(self, accepted: Accepted) -> None:
+        # of one that a relay passes on this is who the relay says; TLS must show that very peer
         connection = self.add(Peer(accepted.origin), is_dialer=False)
         try:
             task = self.scope.start(self._serve(connection, accepted), name="adopt")
@@ -421,7 +508,10 @@ class Shard:
         """Begin to serve a stream; whether that went well."""
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                await self._network.adopt(accepted, connection, tls=self._transport.server_tls())
+                if isinstance(accepted, Arrived):
+                    await accepted.adopt(self._transport, connection)
+                else:
+                    await self._network.adopt(accepted, connection, tls=self._transport.server_tls())
             return True
         except ssl.SSLError as error:
             why = explain(error, connection.peer)
@@ -485,8 +575,7 @@ class Shard:
         """Forget a connection that is over."""
         self._watched.pop(connection, None)
         self.remove(connection)
-        if connection.is_dialer:
-            self._transport.forget(connection)
+        self._transport.forget(connection)
 
     def complain(self, peer: Peer, error: ShoalError) -> None:
         """A peer misbehaved and was cut off."""

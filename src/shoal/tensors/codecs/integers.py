@@ -1,9 +1,10 @@
-"""Eight bits a value and one float32 scale a block: symmetric, from the block's largest magnitude."""
+"""Eight or four bits a value, and one float32 scale a block: symmetric, from its largest magnitude."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -12,10 +13,11 @@ from shoal.tensors.codecs.base import FormatCodec, is_finite, saturating_cast
 from shoal.tensors.dtypes import dtype_named
 from shoal.tensors.specs import TensorSpec
 
-_STEPS = 127
 _CACHED_VALUES = 65_536
+_HALF_ZERO = 8  # how zero is written in four bits
 _NUM_SEEDS = 2**32  # torch's generator on the CPU uses no more of one
 _SEED_STRIDE = 1_000_003
+_EXAMPLES = ("", ":1024", ":tensor", ":stochastic", ":1024,stochastic")
 _MAX_DIGITS = 18  # of a number that travels as a 64-bit one
 
 
@@ -29,6 +31,8 @@ class Int8(FormatCodec):
     """
 
     name = "int8"
+    num_steps: ClassVar[int] = 127
+    """The largest magnitude, as a multiple of the scale."""
 
     def __init__(self, block_size: int | None = 4096, generator: torch.Generator | None = None) -> None:
         if block_size is not None and block_size < 1:
@@ -44,21 +48,21 @@ class Int8(FormatCodec):
 
         Who encodes gives the seed of stochastic rounding: its rank.
         """
-        block_size: int | None = 4096
+        sizes: list[int | None] = []
         generator = None
         for word in text.split(",") if text else []:
             if word == "stochastic":
                 generator = torch.Generator().manual_seed(0)
             elif word == "tensor":
-                block_size = None
+                sizes = [None]
             elif len(word) <= _MAX_DIGITS and word.isascii() and word.isdigit() and int(word) > 0:
-                block_size = int(word)
+                sizes = [int(word)]
             else:
                 raise UsageError(
-                    f"codec 'int8' does not know {word[:40]!r}",
-                    next_step="int8, int8:1024, int8:tensor, int8:stochastic or int8:1024,stochastic",
+                    f"codec {cls.name!r} does not know {word[:40]!r}",
+                    next_step=", ".join(f"{cls.name}{rest}" for rest in _EXAMPLES),
                 )
-        return cls(block_size, generator)
+        return cls(sizes[0], generator) if sizes else cls(generator=generator)
 
     def options(self, spec: TensorSpec) -> tuple[int, ...]:
         """The options of the codec: the size of a block."""
@@ -68,10 +72,10 @@ class Int8(FormatCodec):
     def parts(cls, spec: TensorSpec, options: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """The values, and one scale for each block, the last of which may be shorter."""
         if len(options) != 1 or options[0] < 1:
-            raise TensorError("'int8' has one option, the positive size of a block")
+            raise TensorError(f"{cls.name!r} has one option, the positive size of a block")
         count = math.prod(spec.shape)
         num_blocks = -(-count // options[0])
-        return TensorSpec("int8", (count,)), TensorSpec("float32", (num_blocks,))
+        return cls._values_spec(count), TensorSpec("float32", (num_blocks,))
 
     def compress(self, flat: torch.Tensor, options: tuple[int, ...], slot: str) -> list[torch.Tensor] | None:
         """Find the scales first, as an inf or nan shows there, then quantise."""
@@ -79,7 +83,7 @@ class Int8(FormatCodec):
         largest = torch.cat([torch.maximum(rows.amax(1), rows.amin(1).neg()) for rows, _ in blocks])
         if not is_finite(largest):
             return None
-        scales, inverses = _scales(largest)
+        scales, inverses = _scales(largest, self.num_steps)
         quantised = torch.empty(flat.shape, dtype=torch.int8, device=flat.device)
         for (rows, which), (places, _) in zip(blocks, _blocks(quantised, options[0]), strict=True):
             factors = inverses[which, None]
@@ -88,13 +92,13 @@ class Int8(FormatCodec):
             for start in range(0, len(rows), step):
                 piece = slice(start, start + step)
                 places[piece].copy_(self._round(rows[piece] * factors[piece]))
-        return [quantised, scales]
+        return [self._pack(quantised), scales]
 
     @classmethod
     def expand(cls, parts: list[torch.Tensor], spec: TensorSpec, options: tuple[int, ...]) -> torch.Tensor:
         """Multiply each block by its scale."""
-        quantised, scales = parts
-        values = quantised.to(torch.float32)
+        packed, scales = parts
+        values = cls._unpack(packed, math.prod(spec.shape)).to(torch.float32)
         for rows, which in _blocks(values, options[0]):
             rows.mul_(scales[which, None])
         return saturating_cast(values, dtype_named(spec.dtype))
@@ -129,7 +133,48 @@ class Int8(FormatCodec):
             scaled.device
         )
         # The largest value lies a rounding error above 127 at times; the noise would lift it to 128.
-        return scaled.add_(noise).floor_().clamp_(-_STEPS, _STEPS)
+        return scaled.add_(noise).floor_().clamp_(-self.num_steps, self.num_steps)
+
+    @classmethod
+    def _values_spec(cls, count: int) -> TensorSpec:
+        return TensorSpec("int8", (count,))
+
+    @classmethod
+    def _pack(cls, quantised: torch.Tensor) -> torch.Tensor:
+        return quantised
+
+    @classmethod
+    def _unpack(cls, packed: torch.Tensor, count: int) -> torch.Tensor:
+        return packed
+
+
+class Int4(Int8):
+    """As `Int8` with multiples from -7 to 7, two in a byte, the first in the low half.
+
+    Use error feedback: in a block with one large value small ones are rounded to nothing.
+    """
+
+    name = "int4"
+    num_steps: ClassVar[int] = 7
+
+    def __init__(self, block_size: int | None = 128, generator: torch.Generator | None = None) -> None:
+        super().__init__(block_size, generator)
+
+    @classmethod
+    def _values_spec(cls, count: int) -> TensorSpec:
+        return TensorSpec("uint8", (-(-count // 2),))
+
+    @classmethod
+    def _pack(cls, quantised: torch.Tensor) -> torch.Tensor:
+        halves = (quantised + _HALF_ZERO).to(torch.uint8)
+        if len(halves) % 2:
+            halves = torch.cat([halves, halves.new_full((1,), _HALF_ZERO)])
+        return halves[::2] | halves[1::2] << 4
+
+    @classmethod
+    def _unpack(cls, packed: torch.Tensor, count: int) -> torch.Tensor:
+        halves = torch.stack([packed & 15, packed >> 4], 1).flatten()[:count]
+        return halves.to(torch.int8) - _HALF_ZERO
 
 
 def _blocks(values: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, slice]]:
@@ -142,14 +187,14 @@ def _blocks(values: torch.Tensor, block_size: int) -> list[tuple[torch.Tensor, s
     return blocks
 
 
-def _scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(largest: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each block's scale, and what to multiply its values by; zeros where that would overflow."""
-    inverse = _STEPS / largest
+    inverse = num_steps / largest
     is_usable = torch.isfinite(inverse)
-    scale = largest / _STEPS
-    # 127 × scale may round to more than float32 holds, though the value itself was finite.
+    scale = largest / num_steps
+    # num_steps × scale may round to more than float32 holds, though the value itself was finite.
     scale = torch.where(
-        torch.isfinite(scale * _STEPS), scale, torch.nextafter(scale, torch.zeros_like(scale))
+        torch.isfinite(scale * num_steps), scale, torch.nextafter(scale, torch.zeros_like(scale))
     )
     zero = torch.zeros_like(scale)
     return torch.where(is_usable, scale, zero), torch.where(is_usable, inverse, zero)

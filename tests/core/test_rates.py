@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.core.limits import RateLimiter
+from shoal.core.rates import RateLimiter
 
 
 def test_a_burst_at_once_then_so_many_a_second():

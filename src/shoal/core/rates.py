@@ -30,13 +30,23 @@ class RateLimiter:
 
         More than a whole burst may be taken by who has taken nothing, and is waited for afterwards.
         """
-        taken, at_s = self._taken.pop(key, (0.0, now_s))
-        taken = max(0.0, taken - (now_s - at_s) * self._num_a_s)
+        taken = self._still_taken(key, now_s)
         excess = taken + min(num, self._burst) - self._burst
-        self._taken[key] = (taken if excess > 0 else taken + num, now_s)
+        self._note(key, taken if excess > 0 else taken + num, now_s)
+        return excess / self._num_a_s if excess > 0 else 0.0
+
+    def take_anyway(self, key: Hashable, num: float, now_s: float) -> None:
+        """Take so many that cannot wait: those who come later wait the longer."""
+        self._note(key, self._still_taken(key, now_s) + num, now_s)
+
+    def _still_taken(self, key: Hashable, now_s: float) -> float:
+        taken, at_s = self._taken.pop(key, (0.0, now_s))
+        return max(0.0, taken - (now_s - at_s) * self._num_a_s)
+
+    def _note(self, key: Hashable, taken: float, now_s: float) -> None:
+        self._taken[key] = (taken, now_s)
         if len(self._taken) > self._max_keys:
             del self._taken[next(iter(self._taken))]
-        return excess / self._num_a_s if excess > 0 else 0.0
 
     def allows(self, now_s: float, key: Hashable = None) -> bool:
         """Take one, if there is one."""
