@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,59 @@ def test_files_that_a_page_of_the_code_names_are_there(page):
 
 
 def test_the_five_lines_of_the_first_page_train():
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
     names = {}
-    exec(compile(code, "index.md", "exec"), names)
+    exec(compile(first_program(), "index.md", "exec"), names)
     assert names["group"].size == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_commands_of_the_first_page_run_its_program(tmp_path):
+    (tmp_path / "train.py").write_text(first_program())
+    commands = re.findall(r"^(?:python|shoal run) .*$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        program, *words = command.split()
+        words = words if program == "python" else ["-m", "shoal", *words]
+        done = subprocess.run(
+            [sys.executable, *words], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=70
+        )
+        rank = "" if program == "python" else r"\[0\] "
+        assert len(re.findall(rf"^{rank}epoch \d: loss \d\.\d+$", done.stdout, re.MULTILINE)) == 3
+
+
+def first_program():
+    """The program of the page on which a reader begins."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    return code
+
+
+def hidden_items(text):
+    """Lines that the site shows inside the paragraph above them, though they begin a list or a table."""
+    found, above, is_code, is_list = [], "", False, False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            is_code, is_list = not is_code, False
+        elif not is_code:
+            is_item = bool(re.match(r"\s*(?:[-*]|\d+\.) ", line))
+            if is_item and above and not above.startswith("#") and not is_list:
+                found.append(line)
+            if line.startswith("|") and above and not above.startswith(("|", "#")):
+                found.append(line)
+            is_list = bool(line) and (is_item or is_list)
+        above = "" if line.lstrip().startswith("```") else line
+    return found
+
+
+@pytest.mark.parametrize("text", ["Two:\n- one\n- two", "A table:\n| a | b |\n|---|---|"])
+def test_a_list_without_an_empty_line_above_it_is_noticed(text):
+    """MkDocs shows it as one paragraph, where other readers of Markdown show a list."""
+    assert hidden_items(text) == [text.splitlines()[1]]
+    assert hidden_items(text.replace(":\n", ":\n\n")) == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix()
+)
+def test_lists_and_tables_of_a_page_are_shown_as_such(page):
+    assert hidden_items(page.read_text()) == []

@@ -128,6 +128,8 @@ def test_every_command_of_the_page_is_understood(call, monkeypatch, tmp_path):
     block = "".join(re.findall(r"```shoal\n(.*?)```", page.read_text(), re.DOTALL))
     (churn,) = re.findall(r"```toml\n(# churn.toml\n.*?)```", page.read_text(), re.DOTALL)
     (tmp_path / "churn.toml").write_text(churn)
+    (own,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "waves.py").write_text(own)
     monkeypatch.chdir(tmp_path)
     commands = [shlex.split(line) for line in block.splitlines() if line.startswith("shoal compare")]
     assert len(commands) >= 6

@@ -131,14 +131,20 @@ DECISIONS = [
         Elsewhere("examples/test_train_digits.py::test_under_shoal_run"),
     ),
     ("README.md", r"shoal run -np 8 -H", OTHER_MACHINES),
+    ("docs/index.md", r"python3 -m venv|\. \.venv|pip install", INSTALLS),
     (
         "docs/index.md",
         r"import torch",
         Elsewhere("test_documentation.py::test_the_five_lines_of_the_first_page_train"),
     ),
+    (
+        "docs/index.md",
+        r"python train|shoal run -np 3",
+        Elsewhere("test_documentation.py::test_the_commands_of_the_first_page_run_its_program"),
+    ),
     ("docs/training.md", r"make |\. \.venv", MAKES),
     (
-        "docs/training.md",
+        "docs/(training|index).md",
         r"shoal doctor",
         Elsewhere("cli/test_doctor.py::test_the_real_checks_take_a_few_seconds_at_most_and_import_no_torch"),
     ),
@@ -161,7 +167,7 @@ DECISIONS = [
         ),
     ),
     ("docs/training.md", r"shoal run -np 4 --checkpoint", Run("", r"-np 4")),
-    ("docs/training.md", r"shoal run -np 4 --workers-per-machine", QUICK),
+    ("docs/several-machines.md", r"shoal run -np 4 --workers-per-machine", QUICK),
     ("docs/training.md", r"shoal run -np 2 --num-servers 1", QUICK),
     ("docs/.*", r"shoal run .*(-H|--hostfile) ", OTHER_MACHINES),
     ("docs/slurm.md", r"sbatch ", Elsewhere("launch/test_slurm.py::test_the_script_trains_and_ends_0")),
@@ -265,6 +271,13 @@ DECISIONS = [
         "docs/compare.md",
         r"shoal report",
         Elsewhere("cli/test_report.py::test_figures_are_printed_and_the_page_is_written_beside_the_report"),
+    ),
+    (
+        "docs/compare.md",
+        r"import torch|shoal compare --task waves",
+        Elsewhere(
+            "bench/test_compare_from_python.py::test_the_task_of_the_page_is_compared_with_a_model_of_ones_own"
+        ),
     ),
     ("docs/compare.md", r"shoal compare", SHORT_CONTEST),
     (

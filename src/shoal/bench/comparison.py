@@ -26,7 +26,14 @@ IDEAL = "ideal"
 class CompareFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `shoal compare`."""
 
-    task: Annotated[Literal["quadratic", "digits", "mnist", "text"], flag("What is learned.")] = "digits"
+    task: Annotated[
+        str,
+        flag(
+            "What is learned: quadratic, digits, mnist, text, or a function of your own that gives a model "
+            "and examples, as file.py:NAME.",
+            metavar="NAME",
+        ),
+    ] = "digits"
     num_workers: Annotated[
         int | None, flag("Workers.", "--workers", "--np", "-np", ge=1, shown=str(NUM_WORKERS))
     ] = None
@@ -111,7 +118,7 @@ class CompareFlags(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     strategies: Sequence[str] = ("all",),
     *,
-    task: Literal["quadratic", "digits", "mnist", "text"] = "digits",
+    task: str = "digits",
     num_workers: int = NUM_WORKERS,
     profile: str = "lan",
     split: str = "iid",
@@ -122,6 +129,8 @@ def compare(
 ) -> Report:
     """Has strategies learn the same task in the same simulated network, as `shoal compare` does.
 
+    `task` is quadratic, digits, mnist, text, or a function of your own, as `file.py:function`
+    (docs/compare.md).
     `seeds` counts the runs of each strategy, `seed` is the first of them. `more` has any other flag of `shoal
     compare` by the name of its field in `CompareFlags`; `tell` hears how far it is. Returns the report:
     `to_pandas()` and `figure()` show its figures, `result["headline"]` what they say. Takes seconds to

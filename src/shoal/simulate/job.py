@@ -19,7 +19,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One strategy on one task with one seed; every worker does `steps` steps of its own."""
 
     task: str
-    """The name of the task, one of `tasks.TASKS`."""
+    """The name of the task, one of `tasks.TASKS`, or `file.py:function` of the user's own."""
     strategy: str
     options: dict[str, Any] = {}
     num_workers: int

@@ -1,22 +1,26 @@
 """What contests train, by name: a model, each worker's batches, a loss, and how good a model is.
 
-Digits, MNIST and the next character of a text are labelled examples. The quadratic task is least squares with
-a solution in closed form: each worker has rows of its own, and so an optimum of its own.
+Digits, MNIST and the next character of a text are labelled examples, as are those of a user's own function.
+The quadratic task is least squares with a solution in closed form: each worker has rows of its own, and so
+an optimum of its own.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
 
+from shoal.core import UsageError
+from shoal.core.run_options import load_named
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix, seeded
 from shoal.data.splits import check_split, divide
@@ -41,15 +45,13 @@ class Score(msgspec.Struct, frozen=True):
 class TrainingTask(abc.ABC):
     """What one job trains; what is loaded is shared by all workers of a process."""
 
-    name: ClassVar[str]
-
     def __init__(self, job: TrainingJob) -> None:
         self.job = job
 
     @property
     def facts(self) -> TaskFacts:
         """Names, sizes and directions."""
-        return facts_of(self.name)
+        return facts_of(self.job.task)
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
@@ -154,8 +156,6 @@ class _Classified(TrainingTask):
 class Digits(_Classified):
     """A small network on 8×8 pixels."""
 
-    name: ClassVar[str] = "digits"
-
     def _training(self) -> tuple[Batch, torch.Tensor]:
         examples = _digits(train=True)
         return examples, examples[1]
@@ -169,8 +169,6 @@ class Digits(_Classified):
 
 class Mnist(_Classified):
     """Two layers on 28×28 pixels."""
-
-    name: ClassVar[str] = "mnist"
 
     def _training(self) -> tuple[Batch, torch.Tensor]:
         examples = _mnist(train=True, folder=self.job.data_dir)
@@ -187,8 +185,6 @@ class Mnist(_Classified):
 class Text(_Classified):
     """The character that follows sixteen others; a split by classes gives each worker other pages."""
 
-    name: ClassVar[str] = "text"
-
     def _training(self) -> tuple[Batch, torch.Tensor]:
         return _text(train=True), pages(_TEXT_WINDOW)
 
@@ -198,6 +194,49 @@ class Text(_Classified):
 
     def _build(self) -> nn.Module:
         return NextCharacter()
+
+
+class Own(_Classified):
+    """What a function of the user's own gives: a model, examples to train on, and examples to test with.
+
+    It is called once for each run, with the run's seed.
+    """
+
+    def __init__(self, job: TrainingJob) -> None:
+        function = load_named(job.task, "task")
+        with seeded(job.seed):
+            made = function()
+        if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
+            raise UsageError(
+                f"{job.task} gives no task.",
+                next_step="let it return (model, (inputs, labels), (test inputs, test labels)).",
+            )
+        self._made: nn.Module = made[0]
+        self._examples, self._tested = (_labelled(job.task, each) for each in made[1:])
+        super().__init__(job)
+
+    def _training(self) -> tuple[Batch, torch.Tensor]:
+        return self._examples, self._examples[1]
+
+    def _tests(self) -> Batch:
+        return self._tested
+
+    def _build(self) -> nn.Module:
+        return copy.deepcopy(self._made)
+
+
+def _labelled(name: str, examples: Any) -> Batch:
+    """Inputs with a class for each; UsageError for anything else."""
+    try:
+        x, y = map(torch.as_tensor, examples)
+    except (TypeError, ValueError, RuntimeError):
+        x = y = torch.empty(())
+    if x.ndim < 1 or y.ndim != 1 or len(x) != len(y) or len(y) == 0 or y.is_floating_point() or y.min() < 0:
+        raise UsageError(
+            f"{name} gives examples that are no inputs with a class for each.",
+            next_step="give two tensors of equal length: the inputs, and an integer from 0 for each of them.",
+        )
+    return x, y.long()
 
 
 class NextCharacter(nn.Module):
@@ -256,8 +295,6 @@ class Quadratic(TrainingTask):
     The largest eigenvalue of every worker's Hessian is 1.
     """
 
-    name = "quadratic"
-
     def __init__(self, job: TrainingJob) -> None:
         super().__init__(job)
         concentration = check_split(job.split)
@@ -314,4 +351,4 @@ TASKS: dict[str, type[TrainingTask]] = {
 def make_task(job: TrainingJob) -> TrainingTask:
     """What the job trains; DataError where its data is not there, UsageError for a task that there is not."""
     facts_of(job.task)
-    return TASKS[job.task](job)
+    return TASKS.get(job.task, Own)(job)
