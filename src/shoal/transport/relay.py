@@ -62,7 +62,7 @@ BEAT_S = 2.0
 """How often a peer registers again, and a caller looks whether its relay is still there."""
 _ANSWER_S = 3.0  # for either
 _LEASE_S = 30.0
-_PIECE_BYTES = 64 * KIB
+_PIECE_BYTES = 256 * KIB
 _MAX_ITEM_BYTES = 4 * MIB
 _LEAST_COST_BYTES = 256  # of an item: empty ones are not free either
 _BURST_S = 0.1
@@ -327,9 +327,9 @@ class RelayService:
         self._endpoint = endpoint
         self._places: dict[PeerId, _Place] = {}
         self._opened: dict[PeerId, int] = {}
-        burst_bytes = max(_BURST_S * limits.bytes_per_s_each, 4 * _PIECE_BYTES)
+        burst_bytes = max(_BURST_S * limits.bytes_per_s_each, _PIECE_BYTES)
         self._each = RateLimiter(limits.bytes_per_s_each, burst_bytes)
-        self._all = RateLimiter(limits.bytes_per_s, max(_BURST_S * limits.bytes_per_s, 4 * _PIECE_BYTES))
+        self._all = RateLimiter(limits.bytes_per_s, max(_BURST_S * limits.bytes_per_s, _PIECE_BYTES))
         endpoint.handle(BEAT, self._beat)
         endpoint.handle(REGISTER, self._register)
         endpoint.handle_channel(OPEN, self._open, payload_type=Open, window_bytes=WINDOW_BYTES)
@@ -348,10 +348,12 @@ class RelayService:
         peer_id = _known(head.peer)
         if not self._endpoint.addresses:
             raise PeerRefused("this peer is no relay: it does not listen.")
-        connection = self._endpoint.streams.connection_from(peer_id, head.peer.address)
+        now_s, place = self._now_s(), self._places.get(peer_id)
+        connection = place.connection if place is not None else None
+        if connection is None or not connection.is_usable or connection.peer.address != head.peer.address:
+            connection = self._endpoint.streams.connection_from(peer_id, head.peer.address)
         if connection is None or connection.is_relayed:
             raise PeerRefused("a peer registers over a stream that it has dialed itself, without a relay.")
-        now_s = self._now_s()
         if peer_id not in self._places and len(self._places) >= self.limits.max_registered:
             kept = [(one, place) for one, place in self._places.items() if self._is_kept(place, now_s)]
             self._places = dict(kept)
