@@ -378,12 +378,17 @@ def test_what_is_said_too_much_or_too_little():
         assert strategy.run_steps == 1
 
 
-def test_a_client_that_is_open_cannot_become_a_member():
-    model = network()
-    with shoal.connect(listen="127.0.0.1:0") as first, shoal.connect(first.address) as client:
-        strategy = shoal.SwarmTraining(client, run="test", target_samples=16)
-        with pytest.raises(UsageError, match="listen="):
-            strategy.attach(model, sgd(model))
+def test_a_client_trains_with_one_that_can_be_called():
+    meet = Meeting(2)
+    with Members(target_samples=64) as members:
+        members.start(lambda *what: train_until(*what, 4, 1, meet))
+        with shoal.connect(members.first.address) as client:
+            assert client.address is None
+            members.connect = lambda: client
+            strategy, model, _ = members.start(lambda *what: train_until(*what, 4, 2, meet))
+            members.threads[-1].join(TIMEOUT_S)
+            assert strategy.ledger.num_committed > 0
+            assert strategy.run_steps >= 4
 
 
 def test_one_swarm_has_one_run_at_a_time():

@@ -60,13 +60,13 @@ class World:
     async def __aexit__(self, *error):
         await self._stack.aclose()
 
-    async def start(self, number, contacts=None, find=None, identity=None, **options):
+    async def start(self, number, contacts=None, find=None, identity=None, is_client=False, **options):
         host = f"p{number}"
         transport = self.make_transport(self, number, self.network.host(host), peer_id(identity or number))
         await self._stack.enter_async_context(transport)
-        address = await transport.listen(Address(host, 0))
+        address = Address(host, 0) if is_client else await transport.listen(Address(host, 0))
         if contacts is None:
-            contacts = [run.context.me.peer for run in self.runs.values()]
+            contacts = [run.context.me.peer for run in self.runs.values() if run.context.me.is_callable]
         run = SwarmRun(
             transport,
             address,
@@ -85,10 +85,10 @@ class World:
         await self._stack.enter_async_context(run)
         return run
 
-    async def start_all(self, num, timeout_s=60):
-        """Starts so many and waits until all are members of one list."""
+    async def start_all(self, num, timeout_s=60, clients=()):
+        """Starts so many, some of them as clients, and waits until all are members of one list."""
         for number in range(num):
-            await self.start(number, may_found=number == 0)
+            await self.start(number, may_found=number == 0, is_client=number in clients)
         await self.wait(lambda: all(len(run.members) == num for run in self.runs.values()), timeout_s)
 
     async def wait(self, condition, timeout_s=60):

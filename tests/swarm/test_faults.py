@@ -30,8 +30,8 @@ STATM = Path("/proc/self/statm")
 NUM_ELEMENTS = 13_000  # three reducers
 
 
-async def start(world):
-    await world.start_all(NUM_PEERS)
+async def start(world, clients=()):
+    await world.start_all(NUM_PEERS, clients=clients)
     world.num_calls = 0
 
 
@@ -50,9 +50,9 @@ async def one_round(world):
     await world.wait(lambda: len({run.state.name for run in world.alive().values()}) == 1, timeout_s=60)
 
 
-async def survive(kind, message):
+async def survive(kind, message, clients=()):
     async with World(num_elements=NUM_ELEMENTS) as world:
-        await start(world)
+        await start(world, clients)
         world.fault = lambda number, sender, method: kind if number == message else None
         await one_round(world)
         if kind == "late":
@@ -63,10 +63,10 @@ async def survive(kind, message):
         return asyncio.get_running_loop().time()
 
 
-def num_messages():
+def num_messages(clients=()):
     async def main():
         async with World(num_elements=NUM_ELEMENTS) as world:
-            await start(world)
+            await start(world, clients)
             for number, run in world.runs.items():
                 run.add(gradient(number, NUM_ELEMENTS), 5)
             await world.wait(lambda: all(run.state.num_steps == 1 for run in world.runs.values()))
@@ -95,6 +95,21 @@ def test_a_round_survives_a_fault_at_some_message(kind, group_size):
 def test_a_round_survives_a_fault_at_every_message(kind, group_size):
     for message in range(num_messages()):
         virtual(survive(kind, message))
+
+
+@pytest.mark.parametrize("clients", [(4,), (2, 3, 4)])
+@pytest.mark.parametrize("kind", MESSAGE_FAULTS)
+def test_a_round_with_clients_survives_a_fault_at_some_message(kind, clients):
+    virtual(survive(kind, 8 * MESSAGE_FAULTS.index(kind), clients))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("clients", [(4,), (2, 3, 4)])
+@pytest.mark.parametrize("kind", MESSAGE_FAULTS)
+def test_a_round_with_clients_survives_a_fault_at_every_message(kind, clients):
+    for message in range(num_messages(clients)):
+        virtual(survive(kind, message, clients))
 
 
 async def suffer(seed, seconds=60.0):

@@ -70,12 +70,9 @@ class Swarm(BlockingBridge):
         return self._dht is not None
 
     def listen_too(self) -> None:
-        """Has a peer that was to be a client listen when it opens, at any free port; before it is opened."""
-        if self.is_open and self.address is None:
-            raise UsageError(
-                "This peer is a client, and others must be able to call it.",
-                next_step="give connect(...) listen='0.0.0.0:0', or open it later.",
-            )
+        """Has a peer that was to be a client listen when it opens, at any free port; one that is open stays
+        what it is.
+        """
         if not self.is_open and self._make_listening is not None:
             self._opening, self._make_listening = self._make_listening(), None
 

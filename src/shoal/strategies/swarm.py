@@ -227,7 +227,7 @@ class SwarmTraining(Strategy):
         return self.options.fragments if self._is_local and self.options.overlap == "streaming" else 1
 
     def _open_swarm(self) -> Swarm:
-        """Gives the swarm, open and reachable; what is opened here ends with the strategy."""
+        """Gives the swarm, open; what is opened here listens, and ends with the strategy."""
         swarm = self._swarm or self._swarm_of_options()
         swarm.listen_too()
         if not swarm.is_open:

@@ -23,7 +23,16 @@ from typing import Any, Self
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, Peer, PeerRefused, ShoalError, StandingScope, UsageError
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerRefused,
+    ShoalError,
+    StandingScope,
+    UsageError,
+)
 from shoal.dht import DHT, Swarm, announce
 from shoal.swarm.facts import (
     FACTS,
@@ -56,6 +65,13 @@ _MAX_FOUND = 32
 _LOOK_S = 0.5
 
 
+def where_called(dht: DHT) -> tuple[Address, bool]:
+    """Says where others call a peer, with port 0 for a client, and whether they can dial it."""
+    if dht.is_client:
+        return Address(platform.node()[:40] or "client", 0), False
+    return dht.peer.address, True
+
+
 def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
     """Makes the function by which a member finds others of its run in the DHT, this peer left out."""
 
@@ -68,9 +84,9 @@ def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
 class BlockingSwarmRun:
     """A member of a run, for any thread but the loop's own; open it with `with`.
 
-    `swarm` must be open, and reachable by others: a member needs an address. With `model` a run whose members
-    train another one is refused. `offers_when_asked`: see `MemberContext`. The parameters of an auxiliary say
-    how many there are, and nobody reads them.
+    `swarm` must be open. Where others cannot call it this is a client: it trains, votes and sends, and averages
+    nothing. With `model` a run whose members train another one is refused. `offers_when_asked`: see
+    `MemberContext`. The parameters of an auxiliary say how many there are, and nobody reads them.
     """
 
     def __init__(
@@ -96,6 +112,7 @@ class BlockingSwarmRun:
         self._offers_when_asked = offers_when_asked
         self._run: SwarmRun | None = None
         self._kept: Any = None
+        self._where = Address("client", 0), False
         self._standing = StandingScope(f"beside run {run}")
         self.notes: deque[str] = deque(maxlen=MAX_NOTES)
         """What went wrong lately, for those who ask."""
@@ -104,11 +121,6 @@ class BlockingSwarmRun:
         self.samples_per_s = 0.0
 
     def __enter__(self) -> Self:
-        if self._swarm.address is None:
-            raise UsageError(
-                "A member of a run must be reachable, and this peer is a client.",
-                next_step="connect with listen=HOST:PORT.",
-            )
         self._swarm.run(self._open())
         return self
 
@@ -233,9 +245,16 @@ class BlockingSwarmRun:
                 next_step="connect a second time for a second run: shoal.connect(...).",
             )
         await self._check_model()
+        where, is_reachable = self._where = where_called(dht)
+        if not is_reachable and self._kind != TRAINER:
+            raise UsageError(
+                "Others cannot call this peer, so it can average nothing for them.",
+                cause="it listens nowhere, or a router or firewall lets no strangers in.",
+                next_step="open a port, or look at `shoal doctor --join HOST:PORT`.",
+            )
         run = self._run = SwarmRun(
             dht.endpoint.streams,
-            dht.peer.address,
+            where,
             self._name,
             *self._made,
             settings=self._settings,
@@ -243,12 +262,12 @@ class BlockingSwarmRun:
             find=finder(dht, self._name),
             may_found=False,
             kind=self._kind,
+            is_reachable=is_reachable,
         )
         run.context.offers_when_asked = self._offers_when_asked
         dht.endpoint.streams.handle(FACTS, self._serve_facts, payload_type=FactsRequest)
         # announced before it looks: of two that come at once one at least sees the other
-        address = dht.peer.address
-        self._kept = announce(dht, presence_name(self._name), [address.host, address.port], LIFETIME_S)
+        self._kept = announce(dht, presence_name(self._name), self._presence, LIFETIME_S)
         try:
             await self._kept.stored(Deadline.after(_ANNOUNCE_S))
         except DeadlineExceeded:
@@ -256,6 +275,7 @@ class BlockingSwarmRun:
         await run.__aenter__()
         self._standing = StandingScope(f"beside run {self._name}")
         scope = await self._standing.open()
+        scope.start_soon(self._watch_where(run), name="watch how it is called")
         if self._kind == TRAINER:
             scope.start_soon(self._found_if_first(run), name="begin the run")
 
@@ -271,6 +291,21 @@ class BlockingSwarmRun:
                     break
                 await asyncio.sleep(_FOUND_S)  # it is on its way into it
         run.may_found = True
+
+    def _presence(self) -> list[Any]:
+        """Tells the DHT where this member is called; nothing for a client."""
+        where = self._where[0]
+        return [where.host, where.port] if where.port else []
+
+    async def _watch_where(self, run: SwarmRun) -> None:
+        """Has the run and the DHT know when others can call this peer in another way; ends when cancelled."""
+        dht = self._swarm.dht
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._where != where_called(dht):
+                where, is_reachable = self._where = where_called(dht)
+                run.be_at(where, is_reachable=is_reachable)
+                dht.keeper.store_all_again()
 
     async def _is_there_a_run(self) -> bool:
         peers = await find_members(self._swarm.dht, self._name)
@@ -307,7 +342,7 @@ class BlockingSwarmRun:
         blamed = [f"{peer} sent wrong bytes: {why}" for peer, why in list(run.blamed.items())[-MAX_NOTES:]]
         return MemberFacts(
             peer_id=str(self._swarm.dht.peer_id),
-            address=str(self._swarm.dht.peer.address),
+            address=str(self._where[0]),
             name=f"{platform.node()[:40]}:{os.getpid()}",
             fork=state.fork.hex()[:8],
             round=state.round,

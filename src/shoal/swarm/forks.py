@@ -55,7 +55,7 @@ class ForkKeeper:
         if self.begun is not None:
             return True
         state, me = self._state, self._context.me
-        others = [member for member in round_.members if member != me and member.is_reachable]
+        others = [member for member in round_.members if member != me and member.is_callable]
         question = ForkRequest(ASK, state.fork, state.round, state.name)
         answers = await self._ask(others, question)
         if self.has_begun():
@@ -119,9 +119,9 @@ class ForkKeeper:
             if peer.address in known or self._context.end is not None:
                 continue
             try:
-                reply = await self._ask_other(peer)
-                if reply is not None and not reply.agrees and reply.members:
-                    reply = await self._ask_other(reply.members[0].peer)
+                reply = await self._ask_other(peer, members)
+                if reply is not None and not reply.agrees and reply.members and reply.members[0].is_callable:
+                    reply = await self._ask_other(reply.members[0].peer, members)
             except ShoalError:
                 continue
             is_free = self._context.now_s() - self._agreed_end_s > _AGREED_S
@@ -129,9 +129,11 @@ class ForkKeeper:
                 self._context.end = (reply.fork, reply.members)
                 self._context.changed.fire()
 
-    async def _ask_other(self, peer: Peer) -> MeetReply | None:
+    async def _ask_other(self, peer: Peer, members: Sequence[SwarmMember]) -> MeetReply | None:
         """Asks one peer; None where it is of this fork, or of a smaller one."""
-        request = MeetRequest(self._run, self._state.fork, self._state.num_samples)
+        # a fork whose members nobody can call would stay apart for ever
+        is_callable = any(member.is_callable for member in members)
+        request = MeetRequest(self._run, self._state.fork, self._state.num_samples if is_callable else -1)
         reply: MeetReply = await self._call_peer(peer, MEET, request, _ANSWER_S)
         is_larger = (reply.samples, reply.fork) > (request.samples, request.fork)
         return reply if reply.fork != request.fork and is_larger else None

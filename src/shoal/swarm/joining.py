@@ -79,7 +79,7 @@ class RunStateTaker:
             named = [peer for reply in replies if reply.fork == found.fork for peer in _trusted(reply)]
             enough = sum(reply.fork == found.fork for reply in replies) / 2
             self.trusted = {peer: None for peer in dict.fromkeys(named) if named.count(peer) > enough}
-            self.helpers = [member.peer for member in found.members if member.is_reachable][:3]
+            self.helpers = [member.peer for member in found.members if member.is_callable][:3]
         return found
 
     async def take(self, found: JoinReply) -> dict[str, Any] | None:
@@ -87,7 +87,7 @@ class RunStateTaker:
 
         PeerLost and DeadlineExceeded when it does not come; called again it goes on.
         """
-        peers = [member.peer for member in found.members if member.is_reachable]
+        peers = [member.peer for member in found.members if member.is_callable]
         if len(peers) > MAX_DONORS:  # not all joiners from the same ones, nor from the coordinator
             peers = self._choice.sample(peers[1:], len(peers) - 1)
         peers.sort(key=lambda peer: peer not in self.trusted)

@@ -156,6 +156,10 @@ class MemberContext:
     """No round begins before this: the latest one came to nothing."""
     end: tuple[bytes, tuple[SwarmMember, ...]] | None = None
     """The fork in whose favour this one ends with its next commit."""
+    reached: dict[SwarmMember, tuple[bool, float]] = field(default_factory=dict)
+    """Whether this member could dial others when it last tried, and when that was."""
+    try_to_reach: Callable[[SwarmMember], None] = lambda member: None
+    """Has a member dialed, and noted in `reached` whether that went well."""
     stalled_s: float = 0.0
     """For how long this member's own loop has been held up so far: others are not silent meanwhile."""
     changed: Broadcast = field(default_factory=Broadcast)
@@ -199,6 +203,12 @@ class MemberContext:
                 self.stalled_s += late_s
 
 
+    def as_reached(self, member: SwarmMember) -> SwarmMember:
+        """Gives a member as a commit lists it: who could not be dialed takes part as a client."""
+        is_reached, _ = self.reached.get(member, (True, 0.0))
+        return member if is_reached else msgspec.structs.replace(member, is_reachable=False)
+
+
 def crowd_factor(num_members: int) -> float:
     """Says how many times as long a large swarm waits between beats, for silence, and to admit members."""
     return max(1.0, num_members / MANY_MEMBERS)
@@ -224,9 +234,10 @@ def next_order(
 
 @functools.lru_cache(maxsize=4)
 def _by_hash(state: bytes, members: tuple[SwarmMember, ...]) -> tuple[SwarmMember, ...]:
-    def rank(member: SwarmMember) -> tuple[bool, bool, bytes]:
+    def rank(member: SwarmMember) -> tuple[bool, bool, bool, bytes]:
         fact = state + member.id_bytes + member.start_number.to_bytes(8, "big")
-        return not member.votes, not member.is_reachable, hashlib.sha256(fact).digest()
+        is_reached = member.is_reachable, member.is_callable
+        return not member.votes, not is_reached[0], not is_reached[1], hashlib.sha256(fact).digest()
 
     return tuple(sorted(members, key=rank))
 
@@ -255,8 +266,12 @@ def lengthen(short: ShortCommit, members: tuple[SwarmMember, ...], plan: RoundPl
 
 
 def ballot_owner(members: Sequence[SwarmMember], ballot: int) -> int:
-    """Gives the place of the member to whom a ballot belongs: those who can be reached take turns."""
-    return ballot % (sum(member.is_reachable and member.votes for member in members) or num_voters(members))
+    """Gives the place of the member to whom a ballot belongs: those who can be reached take turns, and where
+    nobody can be dialed, those who can be called at all.
+    """
+    voters = [member for member in members if member.votes]
+    num_reachable = sum(member.is_reachable for member in voters)
+    return ballot % (num_reachable or sum(member.is_callable for member in voters) or len(voters) or 1)
 
 
 def num_voters(members: Sequence[SwarmMember]) -> int:

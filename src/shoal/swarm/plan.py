@@ -65,7 +65,8 @@ def make_plan(
         if place not in left_out and registration.num_elements == num_elements
     }
     contributors = [place for place, registration in fitting.items() if registration.samples > 0]
-    reducers = [place for place in fitting if members[place].is_reachable]
+    # where nobody can be dialed, whoever leads reduces: the others have a way to it
+    reducers = [place for place in fitting if members[place].is_reachable] or [0] * (0 in fitting)
     if not contributors or not reducers:
         return None
     first, last = span or (0, num_elements)

@@ -576,7 +576,7 @@ async def fetch_parts(
         wait_s = _FETCH_S
         while (part, result.digest) not in held:
             for member in dict.fromkeys(asked):
-                if member == me or not member.is_reachable:
+                if member.id_bytes == me.id_bytes or not member.is_callable:
                     continue
                 try:
                     found = read_part(await call(member, TAKE, request, (), wait_s))

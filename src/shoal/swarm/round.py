@@ -686,6 +686,9 @@ class SwarmRound:
         if isinstance(outcomes[0], Exception):
             return None
         self._context.durations.observe(self._now() - reduce_began_s)
+        for place in reduction.lost:  # it may be there, and only nobody can dial it
+            if self.members[place].is_reachable and self._is_present(place, self._now()):
+                self._context.try_to_reach(self.members[place])
         taken: list[tuple[int, HeldPart] | None] = outcomes[0]
         return taken
 
@@ -705,7 +708,11 @@ class SwarmRound:
 
     def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
         context, now_s = self._context, self._now()
-        kept = [m for place, m in enumerate(self.members) if not self._is_dropped(place, now_s)]
+        kept = [
+            context.as_reached(member)
+            for place, member in enumerate(self.members)
+            if not self._is_dropped(place, now_s)
+        ]
         added = self._admissible(now_s)[: max(len(kept), 1)]
         started_anew = [member.id_bytes for member in added]  # a peer is listed once
         kept = [member for member in kept if member.id_bytes not in started_anew] + added
@@ -754,13 +761,20 @@ class SwarmRound:
         return self._context.presence.setdefault(self.members[place], MemberPresence(now_s))
 
     def _admissible(self, now_s: float) -> list[SwarmMember]:
-        """Lists those who want to join and are at most one commit behind."""
-        limit_s = 2 * SILENCE_S * self._crowd
-        latest = {
-            member.id_bytes: member
-            for member, (heard_s, number) in sorted(self._context.joiners.items(), key=lambda one: one[1][0])
-            if member not in self.members and number >= self.number - 1 and now_s - heard_s < limit_s
-        }
+        """Lists those who want to join, or to be listed in another way, and are at most one commit behind.
+
+        Who says that others can dial it is dialed first, and listed as what came of it.
+        """
+        context, limit_s = self._context, 2 * SILENCE_S * self._crowd
+        latest: dict[bytes, SwarmMember] = {}
+        for joiner, (heard_s, number) in sorted(context.joiners.items(), key=lambda one: one[1][0]):
+            if joiner in self.members or number < self.number - 1 or now_s - heard_s >= limit_s:
+                continue
+            if joiner.is_reachable and joiner not in context.reached:
+                context.try_to_reach(joiner)
+                continue
+            if (member := context.as_reached(joiner)) not in self.members:
+                latest[member.id_bytes] = member
         return sorted(latest.values())
 
     async def _call(

@@ -102,6 +102,10 @@ _ROUND_S = 1.0
 _ASK_S = 2.0
 _HOLD_S = 30.0
 _JOIN_TICK_S = 0.2
+_CLAIM_S, _NUM_CLAIMS = 60.0, 5
+"""How often a member that is listed as a client says that others can dial it, and how many times each."""
+_REACHED_S = 30.0
+"""Whether somebody who is not listed could be dialed is known for so long."""
 _SHORTEST_PAUSE_S, _DONOR_TICK_S = 0.001, 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
@@ -155,7 +159,11 @@ class _Pin:
 
 
 class SwarmRun:
-    """A member of a run, from `async with` until the end of the block, or until it has left in order."""
+    """A member of a run, from `async with` until the end of the block, or until it has left in order.
+
+    Others call it at `address`, whose port is 0 where they cannot: then it is a client, which dials out alone.
+    `is_reachable` says that they can dial it; a coordinator tries that before it lists it.
+    """
 
     def __init__(
         self,
@@ -171,6 +179,7 @@ class SwarmRun:
         find: Callable[[], Awaitable[Sequence[Peer]]] | None = None,
         may_found: bool = True,
         kind: str = TRAINER,
+        is_reachable: bool = True,
         choice: random.Random | None = None,
     ) -> None:
         self.run = run
@@ -191,6 +200,7 @@ class SwarmRun:
         """What keeps this peer from becoming a member, if anything does."""
         self.has_left = False
         self._address = address
+        self._is_reachable = is_reachable
         self._kind = kind
         self._id_bytes = (transport.peer_id or _id_of(address)).digest  # type: ignore[attr-defined]
         limits = self.settings.upload_limit, self.settings.download_limit
@@ -218,6 +228,10 @@ class SwarmRun:
         self._newest = -1
         """The latest round that they have told of."""
         self._changed = Broadcast()
+        self._moved = Broadcast()
+        """Fires when this member is reached in another way."""
+        self._trying: dict[SwarmMember, None] = {}
+        """Members that are being dialed to see whether that can be done."""
         # the parts of the rounds that are kept, and what comes next: no more than one vector lies idle
         self._vectors = BufferPool(2 * _FLOAT_BYTES * self.state.num_elements)
         codec = codec or Plain()
@@ -230,6 +244,7 @@ class SwarmRun:
             vector=self._new_vector,
             random=self.choice,
         )
+        self.context.try_to_reach = self._try_to_reach
         self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
         self._standing = StandingScope(f"run {run}")
         serve: dict[str, Any] = {
@@ -299,6 +314,7 @@ class SwarmRun:
         scope = await self._standing.open()
         scope.start(self._drive(), name="rounds")
         scope.start_soon(self.context.watch_stalls(), name="watch stalls")
+        scope.start_soon(self._tell_where(), name="tell where it is reached")
         if self._find is not None:
             scope.start_soon(self._meet(), name="meet other forks")
         return self
@@ -398,13 +414,21 @@ class SwarmRun:
         if commit.kind != STEP and self.round is not None and self.round.plan is not None:
             self.num_failed += 1
         listed = commit.members
+        # the commit says how others reach this member
+        context.me = next(filter(context.me.is_same, listed), context.me)
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
         context.joiners = {member: one for member, one in context.joiners.items() if member not in listed}
+        now_s = context.now_s()
+        context.reached = {
+            member: one
+            for member, one in context.reached.items()
+            if member in listed or now_s - one[1] < _REACHED_S
+        }
         since = self._listed_since
         self._listed_since = {member: since.get(member, commit.round + 1) for member in listed}
         if commit.kind == END:
             context.end = None
-            self._contacts = [member.peer for member in commit.winner_members]
+            self._contacts = [member.peer for member in commit.winner_members if member.is_callable]
             self.members = commit.winner_members
             self._become_another()
         elif context.me not in commit.members and place >= 0:
@@ -493,9 +517,60 @@ class SwarmRun:
         return np.frombuffer(view, np.float32)
 
     def _new_member(self) -> SwarmMember:
-        number = self.choice.getrandbits(62)
+        return self._as_claimed(self.choice.getrandbits(62))
+
+    def _as_claimed(self, number: int) -> SwarmMember:
+        """Makes this member as it describes itself; the commit that lists it says whether others reach it."""
         host, port = self._address.host, self._address.port
-        return SwarmMember(self._id_bytes, number, host, port, kind=self._kind)
+        return SwarmMember(self._id_bytes, number, host, port, self._is_reachable and port != 0, self._kind)
+
+    # --- how others reach this member, and this one others ---
+
+    def be_at(self, address: Address, *, is_reachable: bool) -> None:
+        """Says where others call this member from now on, with port 0 nowhere, and whether they dial it
+        there; a commit takes it up.
+        """
+        self._address, self._is_reachable = address, is_reachable
+        if not self.is_member:
+            self.context.me = self._as_claimed(self.context.me.start_number)
+        self._moved.fire()
+
+    async def _tell_where(self) -> None:
+        """Asks to be listed as this member is reached now, where that is not so yet; seldom where a
+        coordinator has tried in vain. Ends when cancelled.
+        """
+        context = self.context
+        while True:
+            await self._moved.wait(_CLAIM_S * self.settings.patience)
+            claim = self._as_claimed(context.me.start_number)
+            for _ in range(_NUM_CLAIMS):
+                if not self.is_member or context.me == claim:
+                    break
+                state = self.state
+                context.joiners[claim] = context.now_s(), state.round
+                self._wake()
+                self.taker.helpers = [one.peer for one in self.members if one.is_callable][:3]
+                await self._tell(JoinRunRequest(self.run, claim, state.fork, state.round))
+                await asyncio.sleep(JOIN_BEAT_S)
+
+    def _try_to_reach(self, member: SwarmMember) -> None:
+        """Dials a member, beside all else, and notes whether it could be reached."""
+        if member.is_same(self.context.me):
+            self.context.reached[member] = True, self.context.now_s()
+        elif member not in self._trying:
+            self._trying[member] = None
+            self._standing.scope.start_soon(self._reach(member), name="reach a member")
+
+    async def _reach(self, member: SwarmMember) -> None:
+        is_reached = True
+        try:
+            await self._call_peer(member.peer, JOIN, JoinRunRequest(self.run), _SLOW_S * self.settings.patience)
+        except ShoalError as error:
+            is_reached = isinstance(error, PeerRefused | PeerBusy)
+        finally:
+            del self._trying[member]
+        self.context.reached[member] = is_reached, self.context.now_s()
+        self._wake()
 
     # --- joining ---
 
@@ -561,7 +636,7 @@ class SwarmRun:
     async def _come_closer(self, found: JoinReply) -> None:
         """Takes the run's state where it must, applies the commits since, and asks to be listed."""
         state = self.state
-        asked = [member for member in found.members if member.is_reachable]
+        asked = [member for member in found.members if member.is_callable]
         is_ours = state.fork == found.fork
         commits = await self._commits_since(asked) if is_ours else []
         is_near = is_ours and found.round - state.round <= NUM_KEPT
@@ -587,7 +662,7 @@ class SwarmRun:
                     return
                 if self.is_member:
                     return
-            asked = [member for member in commit.members if member.is_reachable]
+            asked = [member for member in commit.members if member.is_callable]
             commits = await self._commits_since(asked)
         await self._tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
 
@@ -622,7 +697,7 @@ class SwarmRun:
         """Has the helpers keep what this member still needs, and says when it falls behind; ends when
         cancelled.
         """
-        loop, state, me = asyncio.get_running_loop(), self.state, self.context.me
+        loop, state = asyncio.get_running_loop(), self.state
         since: tuple[float, int, int] | None = None
         while True:
             await asyncio.sleep(JOIN_BEAT_S)
@@ -633,7 +708,7 @@ class SwarmRun:
                 self._newest = max(self._newest, state.round)
                 since, number = since or (loop.time(), state.round, self._newest), state.round
             if taking or since:
-                request = JoinRunRequest(self.run, me, found.fork, number, taking)
+                request = JoinRunRequest(self.run, self.context.me, found.fork, number, taking)
                 # while the line is full answers come late, and the requests must not
                 scope.start_soon(self._tell(request, _SLOW_S), name="tell helpers")
             if since is None or loop.time() - since[0] < _SLOW_S:
@@ -804,6 +879,9 @@ class SwarmRun:
             raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
         pin = self._pin_for(request)
         if request.member is not None and request.fork == self.state.fork:
+            is_mine = self.members[0] == self.context.me and request.member.is_reachable
+            if is_mine and request.member not in self.context.reached:
+                self._try_to_reach(request.member)  # while it still takes the state
             if request.round >= 0:
                 now_s = self.context.now_s()
                 self.context.joiners[request.member] = (now_s, request.round)

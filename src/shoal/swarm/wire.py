@@ -47,13 +47,23 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     host: str
     port: int
     is_reachable: bool = True
-    """Whether others can dial it; who cannot be dialed neither coordinates nor reduces."""
+    """Whether others can dial it; who cannot be dialed neither coordinates nor reduces. A member says so of
+    itself, and a coordinator that has tried says it in its commit."""
     kind: str = TRAINER
 
     @property
     def votes(self) -> bool:
         """Whether it votes; who does stands in the order before all who don't."""
         return self.kind == TRAINER
+
+    @property
+    def is_callable(self) -> bool:
+        """Whether there is a way to call it; a client, which only dials out, has port 0."""
+        return self.port != 0
+
+    def is_same(self, other: SwarmMember) -> bool:
+        """Whether both are one member, wherever it is reached."""
+        return (self.id_bytes, self.start_number) == (other.id_bytes, other.start_number)
 
     @property
     def peer(self) -> Peer:
