@@ -385,7 +385,7 @@ def test_a_client_trains_with_one_that_can_be_called():
         with shoal.connect(members.first.address) as client:
             assert client.address is None
             members.connect = lambda: client
-            strategy, model, _ = members.start(lambda *what: train_until(*what, 4, 2, meet))
+            strategy, *_ = members.start(lambda *what: train_until(*what, 4, 2, meet))
             members.threads[-1].join(TIMEOUT_S)
             assert strategy.ledger.num_committed > 0
             assert strategy.run_steps >= 4

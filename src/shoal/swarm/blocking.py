@@ -84,8 +84,8 @@ def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
 class BlockingSwarmRun:
     """A member of a run, for any thread but the loop's own; open it with `with`.
 
-    `swarm` must be open. Where others cannot call it this is a client: it trains, votes and sends, and averages
-    nothing. With `model` a run whose members train another one is refused. `offers_when_asked`: see
+    `swarm` must be open. Where others cannot call it this is a client: it trains, votes and sends, and
+    averages nothing. With `model` a run whose members train another one is refused. `offers_when_asked`: see
     `MemberContext`. The parameters of an auxiliary say how many there are, and nobody reads them.
     """
 

@@ -202,7 +202,6 @@ class MemberContext:
             if late_s > _WATCH_S:
                 self.stalled_s += late_s
 
-
     def as_reached(self, member: SwarmMember) -> SwarmMember:
         """Gives a member as a commit lists it: who could not be dialed takes part as a client."""
         is_reached, _ = self.reached.get(member, (True, 0.0))

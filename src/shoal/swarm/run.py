@@ -161,7 +161,7 @@ class _Pin:
 class SwarmRun:
     """A member of a run, from `async with` until the end of the block, or until it has left in order.
 
-    Others call it at `address`, whose port is 0 where they cannot: then it is a client, which dials out alone.
+    Others call it at `address`, whose port is 0 where they cannot: then it is a client, which only dials out.
     `is_reachable` says that they can dial it; a coordinator tries that before it lists it.
     """
 
@@ -562,9 +562,9 @@ class SwarmRun:
             self._standing.scope.start_soon(self._reach(member), name="reach a member")
 
     async def _reach(self, member: SwarmMember) -> None:
-        is_reached = True
+        is_reached, wait_s = True, _SLOW_S * self.settings.patience
         try:
-            await self._call_peer(member.peer, JOIN, JoinRunRequest(self.run), _SLOW_S * self.settings.patience)
+            await self._call_peer(member.peer, JOIN, JoinRunRequest(self.run), wait_s)
         except ShoalError as error:
             is_reached = isinstance(error, PeerRefused | PeerBusy)
         finally:
