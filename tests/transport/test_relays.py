@@ -32,7 +32,7 @@ from shoal.transport.network.shaped import ShapedNetwork
 from shoal.transport.network.sockets import SocketNetwork
 from shoal.transport.relay import ARRIVE, OPEN, REGISTER, WINDOW_BYTES, Arrival, Open
 from transport.members import Swarm
-from transport.wire import LOOPBACK, soon, until
+from transport.wire import LOOPBACK, open_descriptors, soon, until
 
 MBIT_BYTES = 125_000
 GENEROUS = RelayLimits(bytes_per_s=1e12, bytes_per_s_each=1e12)
@@ -672,6 +672,22 @@ def test_a_relayed_stream_carries_four_fifths_of_a_shaped_line_of_real_sockets(r
                 assert await pour(far, address, num_bytes) == num_bytes
                 shares.append(num_bytes / (time.monotonic() - began_s) / (mbit_s * MBIT_BYTES))
             assert 0.8 <= max(shares) <= 1.05, shares
+
+    run(check())
+
+
+def test_nothing_is_left_open(run):
+    async def check():
+        counts = []
+        for _ in range(3):
+            async with members(2) as (relays, home, far):
+                address = home.relays.addresses[0]
+                await far.streams.call(address, "echo", deadline=soon())
+                far.streams.cut_off(home.peer_id)
+                await until(lambda: not any(relay.relaying.num_streams for relay in relays))
+                await far.streams.call(address, "echo", deadline=soon())
+            counts.append(open_descriptors())
+        assert counts[-1] <= counts[0], counts
 
     run(check())
 
