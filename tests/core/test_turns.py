@@ -1,10 +1,11 @@
+import asyncio
 import signal
 import threading
 
 import pytest
 
-from shoal.core import Deadline, ShoalError
-from shoal.core.turns import Turns
+from shoal.core import Deadline, DeadlineExceeded, ShoalError, running_clock
+from shoal.core.turns import Ended, LoopInTurns, Turns
 
 
 def run(*programs):
@@ -227,3 +228,110 @@ def test_who_is_interrupted_raises_at_that_time(wait):
     turns.run([("program", program)])
     assert isinstance(turns.turns[0].error, KeyError)
     assert seen == ([] if wait == "not begun" else ["begun", 2.0])
+
+
+def test_coroutines_live_on_the_clock_of_the_threads_that_wait_for_them():
+    seen = []
+    turns = Turns()
+    loop = LoopInTurns(turns)
+
+    async def work(name, seconds):
+        seen.append((f"{name} begins", asyncio.get_running_loop().time()))
+        await asyncio.sleep(seconds)
+        seen.append((f"{name} ends", running_clock().now_s()))
+        return name
+
+    def program(name, computing_s, waiting_s):
+        def run(turn):
+            turn.spend(computing_s)
+            assert loop.run(work(name, waiting_s)) == name
+            assert turn.now_s == turns.now_s == computing_s + waiting_s
+            turn.spend(1.0)
+
+        return name, run
+
+    turns.run([program("one", 3.0, 0.0), program("two", 1.0, 4.0), program("three", 2.0, 1.5)])
+    loop.close()
+    assert all(turn.error is None for turn in turns.turns)
+    assert seen == [
+        ("two begins", 1.0),
+        ("three begins", 2.0),
+        ("one begins", 3.0),
+        ("one ends", 3.0),
+        ("three ends", 3.5),
+        ("two ends", 5.0),
+    ]
+
+
+def test_what_goes_on_beside_the_threads_goes_on_between_them():
+    turns = Turns()
+    loop = LoopInTurns(turns)
+    beats = []
+
+    async def beat():
+        while True:
+            beats.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(1.0)
+
+    async def begin():
+        return asyncio.get_running_loop().create_task(beat())
+
+    def program(turn):
+        loop.run(begin())
+        for _ in range(3):
+            turn.spend(1.25)
+        turn.look_up()
+        assert beats == [0.0, 1.0, 2.0, 3.0]
+
+    turns.run([("program", program)])
+    loop.close()
+    assert turns.turns[0].error is None
+
+
+def test_a_thread_waits_for_a_coroutine_until_its_deadline_or_its_own_end():
+    turns = Turns()
+    loop = LoopInTurns(turns)
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(asyncio.get_running_loop().time())
+
+    def late(turn):
+        with pytest.raises(DeadlineExceeded):
+            loop.run(forever(), Deadline.after(2.0))
+        assert turn.now_s == 2.0
+
+    def killed(turn):
+        with pytest.raises(Ended):
+            loop.run(forever())
+        assert turn.now_s == 3.0
+        assert loop.run(asyncio.sleep(1.0, "it can still clean up")) == "it can still clean up"
+
+    def killer(turn):
+        turn.pause(3.0)
+        turns.turns[1].interrupt(Ended())
+
+    turns.run([("late", late), ("killed", killed), ("killer", killer)])
+    loop.close()
+    assert [turn.error for turn in turns.turns] == [None, None, None]
+    assert ended == [2.0, 3.0]
+
+
+def test_errors_of_a_coroutine_are_raised_where_it_is_waited_for():
+    turns = Turns()
+    loop = LoopInTurns(turns)
+
+    async def fail():
+        await asyncio.sleep(1.0)
+        raise ShoalError("no")
+
+    def program(turn):
+        with pytest.raises(ShoalError, match="no"):
+            loop.run(fail())
+
+    turns.run([("program", program)])
+    loop.close()
+    assert turns.turns[0].error is None

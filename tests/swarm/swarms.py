@@ -15,11 +15,11 @@ from shoal.core import (
     Address,
     Deadline,
     DeadlineExceeded,
-    PeerId,
     ShoalError,
     StandingScope,
     run_virtual,
 )
+from shoal.core.identity import Identity
 from shoal.swarm import CommittedSGD, SwarmRun, SwarmSettings
 from shoal.swarm.state import credited_samples
 from shoal.transport import MemoryNetwork, StreamTransport
@@ -27,8 +27,13 @@ from shoal.transport import MemoryNetwork, StreamTransport
 NUM_ELEMENTS = 64
 
 
+@functools.cache
+def identity_of(number):
+    return Identity.from_seed(bytes([number % 256, number // 256]) * 16)
+
+
 def peer_id(number):
-    return PeerId.of_public_key(bytes([number % 256, number // 256]) * 16)
+    return identity_of(number).peer_id
 
 
 class World:
@@ -78,6 +83,7 @@ class World:
             contacts=contacts,
             find=find,
             choice=random.Random(self.seed * 1000 + number),
+            identity=identity_of(identity or number),
             **options,
         )
         self.runs[number] = run
@@ -138,6 +144,7 @@ class World:
             for fork, number, name in run.history:
                 assert names.setdefault((fork, number), name) == name, f"two states of round {number}"
             assert run.ledger.is_balanced
+            assert not run.context.proofs, "an honest member was named a liar"
         prints = {}
         for run in [run for run in self.runs.values() if run.state.has_values]:
             known = prints.setdefault(run.state.name, run.state.fingerprint())

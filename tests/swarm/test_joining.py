@@ -311,7 +311,7 @@ def test_joiners_get_less_of_the_lines_while_values_are_averaged(monkeypatch):
     limited, full = taken_bytes_per_s(bandwidth=6.25), taken_bytes_per_s()
     # of three lines a quarter each, and what was on its way when the round began
     assert limited < 0.4 * 3 * line_bytes_per_s
-    assert limited < 0.75 * full
+    assert limited < 0.85 * full
 
 
 def test_who_joins_while_another_one_takes_long_gets_a_newer_state():
@@ -397,15 +397,16 @@ def test_who_was_away_comes_back(away_s, num_rounds):
     async def main():
         async with World(target_samples=5, minority_after_s=1000) as world:
             await world.start_all(4)
-            gone = world.runs[3]
-            world.fault = lambda message, number, method: "lost" if number == 3 else None
+            *others, last = (world.runs[int(one.host[1:])] for one in world.runs[0].members)
+            gone, away = last, int(last.context.me.host[1:])  # the last one that would lead a ballot itself
+            world.fault = lambda message, number, method: "lost" if number == away else None
             number_before = gone.context.me.start_number
             for key in range(num_rounds):
-                for number in range(3):
-                    world.runs[number].add(gradient(key), 5)
+                for run in others:
+                    run.add(gradient(key), 5)
                 await asyncio.sleep(away_s / num_rounds)
             world.fault = None
-            await world.wait(lambda: gone.is_member and gone.state.name == world.runs[0].state.name, 200)
+            await world.wait(lambda: gone.is_member and gone.state.name == others[0].state.name, 200)
             assert (gone.context.me.start_number != number_before) == (away_s > 10)
             await contribute(world, 9)
             assert len({run.state.fingerprint() for run in world.runs.values()}) == 1

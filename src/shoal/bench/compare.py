@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import Contender, needs_servers, sends_by_itself, strategy_contenders
+from shoal.bench.contenders import Contender, is_swarm, needs_servers, sends_by_itself, strategy_contenders
 from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell, curve, measured
 from shoal.bench.processes.compare import RealContest
 from shoal.bench.workers import one_line, run_tasks
@@ -28,6 +28,7 @@ from shoal.simulate.contest import Executor, Trial
 from shoal.simulate.exact import run_exact
 from shoal.simulate.job import CourseRecord, TrainingJob
 from shoal.simulate.stacked.executor import refuse_unfit
+from shoal.simulate.swarm import check_faults
 from shoal.simulate.task_facts import TaskFacts, facts_of
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
@@ -114,6 +115,12 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise UsageError(
                 "Faults happen in virtual time alone.", next_step="leave --real or --faults out."
             )
+        swarms = [each.name for each in self.contenders if is_swarm(each.strategy)]
+        if swarms:
+            raise UsageError(
+                f"{', '.join(swarms)}: in a contest members of a swarm live in virtual time alone.",
+                next_step="leave --real out, or that strategy.",
+            )
         served = [each.name for each in self.contenders if needs_servers(each.strategy)]
         if served and self.world.between == "machines":
             raise UsageError(
@@ -143,7 +150,7 @@ def read_config(config: Mapping[str, Any]) -> CompareConfig:
 
 
 def left_out() -> list[str]:
-    """Strategies that `all` does not mean: what they send passes their group by."""
+    """Strategies that `all` does not mean: what they send passes their group by, or they are a swarm's."""
     return [info.name for info in all_strategies() if info.has_own_channel]
 
 
@@ -158,7 +165,7 @@ def compared(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender
         named = [*everybody, *(text for text in named if text not in everybody)]
     contenders = strategy_contenders(named, common)
     for contender in contenders:
-        if sends_by_itself(contender.strategy):
+        if sends_by_itself(contender.strategy) and not is_swarm(contender.strategy):
             raise UsageError(
                 f"{contender.strategy} cannot be compared: what it sends passes its group by, so that "
                 "neither a profile nor a virtual clock reaches it.",
@@ -187,7 +194,12 @@ def notes_of(texts: Sequence[str], common: Mapping[str, Any]) -> list[str]:
     if ALL not in texts:
         return []
     why = "what they send passes their group by: it can neither be counted nor put into virtual time"
-    notes = [f"'all' leaves out {' and '.join(left_out())}: {why}."]
+    outside = [name for name in left_out() if not is_swarm(name)]
+    notes = [f"'all' leaves out {' and '.join(outside)}: {why}."]
+    if not any(is_swarm(text.split()[0]) for text in texts if text != ALL):
+        notes.append(
+            "'all' leaves out swarm: say what its rounds are, as --strategies all,'swarm target_samples=64'."
+        )
     for name, changes in shortened_in(texts, common).items():
         given = ", ".join(f"{option}={value}" for option, value in changes.items())
         if given:
@@ -670,6 +682,8 @@ def check_contest(config: CompareConfig) -> list[str]:
         _check_options(contender, config.world)
     slow = _check_executors(config)
     make_task(Try(config.contenders[0], config.learning_rates[0], config.seeds[0]).job(config))
+    if any(is_swarm(contender.strategy) for contender in config.contenders):
+        check_faults(config.world)
     if config.world.faults is not None:
         # that its script concerns workers that there are, and what can happen to them
         for outcome in run_exact(config.world, lambda _: None):

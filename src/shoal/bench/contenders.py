@@ -94,6 +94,11 @@ def sends_by_itself(strategy: str) -> bool:
     return strategy != NONE and find(strategy)[0].has_own_channel
 
 
+def is_swarm(strategy: str) -> bool:
+    """Whether workers train in a swarm, without a group."""
+    return strategy != NONE and find(strategy)[0].is_swarm
+
+
 def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether no worker waits for another, so that each has its own pace; `options` are by strategy.
 

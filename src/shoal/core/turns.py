@@ -3,7 +3,7 @@
 Who waits passes the turn to the one whose time comes first; among equal times calls come before threads, and
 threads in their order. So a program that blocks in plain calls runs the same way every time, and waits cost
 nothing. One that only looks, over and over, waits too: until something happens. Coroutines have `virtual`
-instead.
+instead; where such programs wait for coroutines, these live on the turns' clock (`LoopInTurns`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from shoal.core import clock as clocks
-from shoal.core.errors import ShoalError
-from shoal.core.virtual import START_WALL_S
+from shoal.core.deadlines import Deadline
+from shoal.core.errors import DeadlineExceeded, ShoalError
+from shoal.core.virtual import START_WALL_S, VirtualLoop, end
+
+T = TypeVar("T")
 
 _CALL = -1
 _MAX_NAMES = 8
@@ -141,6 +145,8 @@ class Turns:
         self._home = threading.Semaphore(0)
         self._failure: BaseException | None = None
         self._is_ending = False
+        self._num_going = 0
+        """Threads that are not over; without any, calls that are still to come do not."""
         self._looking: list[Turn] = []
         self._has_happened = False
         """Anything, since those that look were last let look."""
@@ -166,6 +172,7 @@ class Turns:
         turn = Turn(self, len(self.turns), name)
         thread = threading.Thread(target=self._live, args=(turn, program), name=name, daemon=True)
         self.turns.append(turn)
+        self._num_going += 1
         self._threads.append(thread)
         self._queue(self.now_s, turn)
         thread.start()
@@ -198,6 +205,7 @@ class Turns:
             except BaseException as error:  # noqa: BLE001 - whoever runs the world decides
                 turn.error = error
         turn.is_over = True
+        self._num_going -= 1
         if not self._is_ending:
             self._pass_on(None, is_over=True)
 
@@ -252,7 +260,7 @@ class Turns:
 
     def _next(self) -> Turn | None:
         """Whose time comes first, and that time; None when all are over, or nothing can happen any more."""
-        while self._heap or (self._looking and self._has_happened):
+        while self._num_going and (self._heap or (self._looking and self._has_happened)):
             if self._looking and self._has_happened:
                 self._let_look()
             at_s, _, entry, who = heapq.heappop(self._heap)
@@ -295,3 +303,80 @@ class _TurnClock:
 
     def wall_s(self) -> float:
         return START_WALL_S + self.now_s()
+
+
+class LoopInTurns:
+    """A loop whose time is that of turns: their threads wait for its coroutines as for a LoopThread's.
+
+    What is due on it happens between turns, before the threads whose time is the same.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._loop = VirtualLoop()
+        self._due_s = math.inf
+        """When the turns are to come here the next time."""
+
+    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
+        """Runs a coroutine and waits for its result; for the thread whose turn it is.
+
+        When the deadline passes, or the thread is to end, the coroutine is cancelled.
+        """
+        turn = self._turns.current
+        try:
+            turn.look_up()
+        except BaseException:
+            work.close()
+            raise
+        self._loop.now_s = turn.now_s
+        task = self._loop.create_task(work)
+        until_s = math.inf if deadline is None else deadline.at_s
+        is_waiting = False
+
+        def wake(_: object) -> None:
+            if is_waiting:
+                turn.wake(self._turns.now_s)
+
+        task.add_done_callback(wake)
+        try:
+            self._advance()
+            while not task.done():
+                if turn.now_s >= until_s:
+                    raise DeadlineExceeded("The call did not finish before its deadline and was cancelled.")
+                is_waiting = True
+                turn.park(f"{getattr(work, '__qualname__', 'a coroutine')} on the loop", until_s)
+                is_waiting = False
+        except BaseException:
+            is_waiting = False
+            task.cancel()
+            self._advance()
+            raise
+        return task.result()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Has something done on the loop, at once; for calls of the turns, which may not wait."""
+
+        async def do() -> T:
+            return work()
+
+        task = self._loop.create_task(do())
+        self._advance()
+        return task.result()
+
+    def close(self) -> None:
+        """Ends what is left on it, once all turns are over."""
+        try:
+            end(self._loop)
+        finally:
+            self._loop.close()
+
+    def _advance(self) -> None:
+        next_s = self._loop.advance(self._turns.now_s)
+        if next_s < self._due_s:
+            self._due_s = next_s
+            self._turns.call_at(next_s, self._come)
+
+    def _come(self) -> None:
+        if self._due_s <= self._turns.now_s:
+            self._due_s = math.inf
+        self._advance()

@@ -59,6 +59,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.now_s = 0.0
         self.limit_s = limit_s
         """The time that nothing may pass; DeadlineExceeded is raised instead."""
+        self.until_s = math.inf
+        """What comes later waits: the loop stops before it (see `advance`)."""
         self.clock = VirtualClock(self)
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
@@ -69,6 +71,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Seconds since the simulation began."""
         return self.now_s
+
+    def advance(self, until_s: float) -> float:
+        """Runs all that happens up to a time, and then gives the time of the next timer.
+
+        So another clock can drive this loop (`turns`). Infinity where nothing is to come by itself.
+        """
+        if not self._timers or self._timers[0][0] >= until_s:
+            self.now_s = max(self.now_s, until_s)
+        self.until_s = until_s
+        try:
+            self.run_forever()
+        finally:
+            self.until_s = math.inf
+        return self._next_s()
 
     # --- what happens when ---
 
@@ -160,11 +176,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _jump(self) -> None:
         """Go on to the next timer, and to its own time: adding up would drift."""
+        when_s = self._next_s()
         timers = self._timers
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)[2]._scheduled = False  # type: ignore[attr-defined]
-            self._num_cancelled -= 1
-        when_s = timers[0][0] if timers else math.inf
+        if when_s > self.until_s:
+            self.now_s = max(self.now_s, self.until_s)
+            self.stop()
+            return
         if when_s == math.inf:
             raise ShoalError(
                 f"Nothing can happen any more at {self.now_s:g} s of virtual time: {self._who_waits()}.",
@@ -183,6 +200,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._num_cancelled -= 1
             else:
                 self._ready.append(timer)  # type: ignore[attr-defined]
+
+    def _next_s(self) -> float:
+        """Gives the time of the next timer; infinity without one."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)[2]._scheduled = False  # type: ignore[attr-defined]
+            self._num_cancelled -= 1
+        return timers[0][0] if timers else math.inf
 
     def _who_waits(self) -> str:
         names = sorted(task.get_name() for task in asyncio.all_tasks(self))
@@ -277,7 +302,7 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -
             try:
                 return loop.run_until_complete(task)
             finally:
-                _end(loop)
+                end(loop)
     finally:
         loop.close()
 
@@ -301,7 +326,8 @@ def _is_loop_running() -> bool:
     return True
 
 
-def _end(loop: VirtualLoop) -> None:
+def end(loop: VirtualLoop) -> None:
+    """Cancels what is left on a loop, and lets it clean up."""
     num_stubborn = 0
     for _ in range(_MAX_LAST_ROUNDS):
         left = loop.tasks_left()

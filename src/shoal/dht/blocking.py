@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shoal.core import Address, BlockingBridge, LoopThread, Peer, PeerId, UsageError
 from shoal.core.identity import Identity
+from shoal.core.turns import LoopInTurns
 from shoal.dht.node import DHT
 from shoal.dht.records import Schema
 from shoal.dht.settings import DHTSettings
@@ -48,7 +49,7 @@ class Swarm(BlockingBridge):
     def __init__(
         self,
         opening: AbstractAsyncContextManager[DHT],
-        loop: LoopThread | None = None,
+        loop: LoopThread | LoopInTurns | None = None,
         make_listening: Callable[[], AbstractAsyncContextManager[DHT]] | None = None,
     ) -> None:
         super().__init__()

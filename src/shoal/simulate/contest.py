@@ -20,6 +20,7 @@ from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.exact import SimulatedWorker, Trainer, first_line, load_tensors, run_exact, serve
 from shoal.simulate.job import DIVERGED, CourseRecord, ModelSnapshot, Moment, TrainingJob, WorkerLog
 from shoal.simulate.stacked.executor import refuse_unfit, run_stacked
+from shoal.simulate.swarm import run_swarm
 from shoal.simulate.tasks import Score, TrainingTask, make_task
 from shoal.simulate.world import World
 from shoal.strategies.registry import find
@@ -256,7 +257,12 @@ def run_workers(task: TrainingTask, world: World) -> Ran:
             return serve(task, worker.group)
         if worker.is_joining:
             trainers[worker.rank] = Trainer(task, worker.rank)
-            trainers[worker.rank].train(worker.group, worker.clock, worker.charged)
+            trainers[worker.rank].train(worker.group, worker.clock, worker.charged, peer=worker.peer)
+            return {}
+        if worker.peer is not None:
+            trainers[worker.rank].train(
+                worker.group, worker.clock, worker.charged, worker.peer.begin, worker.peer
+            )
             return {}
         start.await_with(worker)
         trainers[worker.rank].train(worker.group, worker.clock, worker.charged, start.begin)
@@ -264,7 +270,8 @@ def run_workers(task: TrainingTask, world: World) -> Ran:
 
     broken, outcomes = "", []
     try:
-        outcomes = run_exact(world, live)
+        is_swarm = find(task.job.strategy)[0].is_swarm
+        outcomes = run_swarm(world, live) if is_swarm else run_exact(world, live)
     except ShoalError as error:
         broken = first_line(error)
     logs = [trainers[rank].log for rank in sorted(trainers)]

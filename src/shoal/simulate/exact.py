@@ -19,6 +19,7 @@ from torch.optim import SGD
 from shoal.core import Address, Clock, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun
 from shoal.core.turns import Ended, Turn, Turns
+from shoal.dht import Swarm
 from shoal.group import Group
 from shoal.group.elastic import elastic_of
 from shoal.group.opening import WithServers
@@ -130,6 +131,22 @@ class LastRound:
         return [parameter.detach().clone() for parameter in self._model.parameters()]
 
 
+@dataclass
+class SwarmPeer:
+    """A worker's place in a swarm, which it has instead of a group."""
+
+    swarm: Swarm
+    num_sent_bytes: Callable[[], int]
+    slowness: Callable[[], float]
+    """How many times as long its work takes now."""
+    begin: Callable[[], None]
+    """Waits until all that are there at the start can begin their first step."""
+    steps: dict[int, int]
+    """The steps of all workers that were ever there, by rank: who joins takes up the others' count."""
+    should_leave: bool = False
+    """Whether it is to leave in order, before its next step."""
+
+
 class Trainer:
     """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
 
@@ -138,16 +155,21 @@ class Trainer:
         self._task = task
 
     def train(
-        self, group: Group, clock: Clock, charged: Charged, begin: Callable[[], None] = _nothing
+        self,
+        group: Group,
+        clock: Clock,
+        charged: Charged,
+        begin: Callable[[], None] = _nothing,
+        peer: SwarmPeer | None = None,
     ) -> None:
         """All steps of the job; an error of Shoal's ends them, and the others find this worker lost.
 
         Collective: they begin together, but for one that joins. `begin` is called right before the first
-        step.
+        step. With `peer` it trains in a swarm, and the group is its own alone.
         """
         metered = Metered(group, clock)
         try:
-            self._train(metered, clock, charged, begin)
+            self._train(metered, clock, charged, begin, peer)
         except ShoalError as error:
             self.log.ended = first_line(error)
             group.close(error)
@@ -158,42 +180,73 @@ class Trainer:
             if not self.log.is_done(self._task.job.steps):
                 self.log.ended_at_s = clock.now_s()
 
-    def _train(self, group: Metered, clock: Clock, charged: Charged, begin: Callable[[], None]) -> None:
+    def _train(
+        self,
+        group: Metered,
+        clock: Clock,
+        charged: Charged,
+        begin: Callable[[], None],
+        peer: SwarmPeer | None,
+    ) -> None:
         job, log = self._task.job, self.log
         model, optimizer = beginner(self._task)
         batches = self._task.batches(log.rank)
-        strategy = make_strategy(group, job.strategy, **job.options)
+        strategy = make_strategy(group if peer is None else peer.swarm, job.strategy, **job.options)
         with charged(model), strategy.attach(model, optimizer, stays=True):
             if not log.is_joining:
                 group.barrier().wait()
             group.reset()
             waited_before_s = list(group.stats.waited_s)
             last_round = LastRound(strategy, model)
-            self._look(model, last_round, strategy.steps, group, clock)
+            num_before = max(peer.steps.values(), default=0) if peer is not None and log.is_joining else 0
+            num_sent_before = 0 if peer is None else peer.num_sent_bytes()
+
+            def look(step: int) -> None:
+                num_bytes = None if peer is None else peer.num_sent_bytes() - num_sent_before
+                self._look(model, last_round, step, group, clock, num_bytes)
+
+            look(num_before + strategy.steps)
             begin()
             # where workers come and go a step may have to be done again, or others have done some before
-            while strategy.steps < job.steps:
+            while (step := num_before + strategy.steps) < job.steps:
+                if peer is not None and peer.should_leave:
+                    log.ended = "it has left."
+                    break
                 inputs, labels = next(batches)
                 optimizer.zero_grad()
                 self._task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 last_round.stepped()
-                step = strategy.steps
+                step = num_before + strategy.steps
+                if peer is not None:
+                    peer.steps[log.rank] = step
                 is_due = step % job.eval_every == 0 or step == job.steps
                 if is_due and step > log.snapshots[-1].step:
                     if elastic_of(group) is None:  # ranks are others in each generation
                         pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
                         log.waited_s = [now_s - before_s for now_s, before_s in pairs]
                     log.staleness = staleness_of(strategy)
-                    self._look(model, last_round, step, group, clock)
+                    look(step)
 
-    def _look(self, model: nn.Module, last_round: LastRound, step: int, group: Metered, clock: Clock) -> None:
+    def _look(
+        self,
+        model: nn.Module,
+        last_round: LastRound,
+        step: int,
+        group: Metered,
+        clock: Clock,
+        num_sent_bytes: int | None,
+    ) -> None:
         traffic = group.totals()
         one_sided = [traffic[name].received_bytes for name in _ONE_SIDED if name in traffic]
         snapshot = ModelSnapshot(
             step=step,
             at_s=clock.now_s(),
-            sent_bytes=sum(each.sent_bytes for each in traffic.values()),
+            sent_bytes=(
+                sum(each.sent_bytes for each in traffic.values())
+                if num_sent_bytes is None
+                else num_sent_bytes
+            ),
             received_bytes=sum(one_sided),
             tensors=[tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())],
             at_round=last_round.parameters,
@@ -265,6 +318,8 @@ class SimulatedWorker:
         """Of its faults, where the world has some; begun when its groups were made. They slow its work."""
         self.elastic: ElasticWorld | None = None
         """Where workers come and go: what else the script does, to all of them."""
+        self.peer: SwarmPeer | None = None
+        """Where workers train in a swarm: its place there."""
         self.is_joining = rank >= world.num_workers
         """Whether it has come to a world that trains, and is in no group before it has a model."""
         self._turn = turn
@@ -273,8 +328,12 @@ class SimulatedWorker:
 
     def compute(self, seconds: float) -> None:
         """Let time pass for this worker: more of it while a fault slows it."""
-        slowness = max((script.slowness for script in self.scripts), default=1.0)
-        self._turn.spend(slowness * seconds)
+        if self.peer is None:
+            slowness = max((script.slowness for script in self.scripts), default=1.0)
+            self._turn.spend(slowness * seconds)
+        else:
+            self._turn.spend(self.peer.slowness() * seconds)
+            self._turn.look_up()  # its strategy also reads what has happened meanwhile without a call
 
     def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """While the block lasts a step of the model takes the time that the world says; see `charging`."""
@@ -351,7 +410,7 @@ def run_exact(
     outcomes = []
     for place in [*range(world.num_servers, world.size), *range(world.num_servers)]:
         is_worker = place >= world.num_servers
-        error = _error_of(turns.turns[place])
+        error = error_of(turns.turns[place])
         rank = place - world.num_servers if is_worker else place
         outcomes.append(SimulatedOutcome(rank, "worker" if is_worker else "server", values.get(place), error))
     return outcomes
@@ -401,7 +460,7 @@ def _run_elastic(
     outcomes = []
     for number in [*sorted(number for number in threads if number >= num_servers), *range(num_servers)]:
         value, has_left = values.get(number), _has_left(threads[number].error)
-        error = None if has_left else _error_of(threads[number])
+        error = None if has_left else error_of(threads[number])
         if number < num_servers:
             outcomes.append(SimulatedOutcome(number, "server", value, error))
         else:
@@ -438,7 +497,8 @@ def _kill() -> None:
     raise Killed
 
 
-def _error_of(turn: Turn) -> ShoalError | None:
+def error_of(turn: Turn) -> ShoalError | None:
+    """Gives what ended a thread before its time; what is no error of Shoal's is raised."""
     error = turn.error
     if isinstance(error, Killed):
         return PeerLost(f"{turn.name} was killed by the fault script.")

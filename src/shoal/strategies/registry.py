@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from shoal.core.errors import UsageError, did_you_mean
@@ -23,6 +23,7 @@ from shoal.core.run_options import RunOptions, load_named
 from shoal.strategies import options as of
 
 if TYPE_CHECKING:
+    from shoal.dht import Swarm
     from shoal.group import Group
     from shoal.strategies.strategy import Strategy
 
@@ -58,6 +59,8 @@ class StrategyInfo:
     """Whether no worker waits for another, so that each has its own pace."""
     has_own_channel: bool = False
     """Whether what it sends passes the group by, which so can neither count nor slow it."""
+    is_swarm: bool = False
+    """Whether workers find each other as peers of a swarm, and have no group."""
 
     @property
     def survives_loss(self) -> bool:
@@ -151,7 +154,7 @@ _ROWS = (
     _row("swarm", "swarm:SwarmTraining", of.SwarmOptions,
          "Trains one model with whoever is there: peers join a run, leave it and fail at any moment.",
          paper="Ryabinin et al. 2021; Douillard et al. 2023", aliases={"hivemind": {}},
-         has_own_channel=True),
+         has_own_channel=True, is_swarm=True),
 )
 # fmt: on
 
@@ -213,10 +216,13 @@ def load_class(info: StrategyInfo) -> type[Strategy]:
     return _load(info.location)
 
 
-def make_strategy(group: Group, name: str, **options: Any) -> Strategy:
-    """Make a strategy by its name; options given here win over those that an alias implies."""
+def make_strategy(group: Group | Swarm, name: str, **options: Any) -> Strategy:
+    """Make a strategy by its name; options given here win over those that an alias implies.
+
+    `group` may be a peer of a swarm for a strategy that trains in one.
+    """
     info, implied = find(name)
-    return load_class(info)(group, **{**implied, **options})
+    return load_class(info)(cast("Group", group), **{**implied, **options})
 
 
 def has_own_channel(strategy: Strategy) -> bool:

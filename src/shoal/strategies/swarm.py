@@ -26,7 +26,6 @@ import contextlib
 import inspect
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.core.clock import running_clock
 from shoal.core.errors import CheckpointError, ShoalError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.dht import Swarm, connect
@@ -123,7 +123,8 @@ class SwarmTraining(Strategy):
         self._version = b"", 0
         """Which committed parameters the model has: the fork, and the steps of the run."""
         self._loss: Any = None
-        self._stepped_s = time.monotonic()
+        self._clock = running_clock()
+        self._stepped_s = self._clock.now_s()
         self._adopted_s = self._resumed_s = self._stepped_s
         """When the latest commit was taken up, and when the user's loop went on after a step."""
         self._interval_s = self._batch_s = 0.0
@@ -187,7 +188,7 @@ class SwarmTraining(Strategy):
             share(self._workers, True)  # the first to come does not train all on its own
         self._adopt(is_exact=True)
         self._interval_s = 0.0
-        self._stepped_s = self._resumed_s = time.monotonic()
+        self._stepped_s = self._resumed_s = self._clock.now_s()
         # after the forward: at its beginning a step that was skipped may still have to be noticed
         hook = session.model.register_forward_hook(Hook(self._forward_ends), with_kwargs=True)
         self._closing.callback(hook.remove)
@@ -315,7 +316,7 @@ class SwarmTraining(Strategy):
                 cause="no forward pass of the attached model in training got a tensor since the last step.",
                 next_step="give batch_size=…, the samples of one forward pass, and call the model itself.",
             )
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         rate = samples / max(now_s - self._stepped_s, 1e-6)
         self._stepped_s = now_s
         run = self._opened
@@ -326,7 +327,7 @@ class SwarmTraining(Strategy):
         """Gradients rounds: takes the gradients for the next round, and leaves the optimizer none."""
         if self._is_local:
             return
-        self._batch_s = time.monotonic() - self._resumed_s
+        self._batch_s = self._clock.now_s() - self._resumed_s
         samples = self._samples_of_step()
         if not session.is_void:
             self._rates.warn_of_other(session.optimizer)
@@ -345,7 +346,7 @@ class SwarmTraining(Strategy):
             self._wait(self.options.max_wait)
             if self._opened.version != self._version:
                 self._adopt(is_exact=True)
-            self._resumed_s = time.monotonic()
+            self._resumed_s = self._clock.now_s()
 
     def skip_step(self, session: TrainingSession) -> None:
         """Leaves out the gradients of a step that the optimizer did not make."""
@@ -417,7 +418,7 @@ class SwarmTraining(Strategy):
         gradient be one step old in the round after.
         """
         run, version = self._opened, self._version
-        since_s = time.monotonic() - self._adopted_s
+        since_s = self._clock.now_s() - self._adopted_s
         wait_s = seconds_to_the_round(self._interval_s, since_s, self._batch_s)
         if wait_s > 0 and len(run.run.members) > 1:
             run.wait_until(
@@ -431,7 +432,7 @@ class SwarmTraining(Strategy):
         before = self._version
         self._version, new = run.committed()
         if self._version != before:
-            now_s = time.monotonic()
+            now_s = self._clock.now_s()
             self._interval_s, self._adopted_s = now_s - self._adopted_s, now_s
         if is_exact:
             self._vector.write(new)

@@ -6,14 +6,131 @@ the member: a restart is another member, so nothing is written to disk.
 
 Ballot b belongs to the member at b mod k of the order, of which the first k can be reached. Nobody but the
 owner of ballot 0 can have proposed before ballot 1, so ballot 0 needs no promises.
+
+All this holds against crashes, not liars. What is said in a ballot is signed, so that who says one thing to
+some and another thing to others can be proven to lie, by anybody who has heard both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+
+import msgspec
 
 from shoal.core import ShoalError
-from shoal.swarm.wire import Commit
+from shoal.core.identity import Identity
+from shoal.swarm.wire import Commit, SwarmMember, has_signed, sign
+
+_MAX_HEARD = 64
+"""The latest statements of one member in one round that are kept; it makes a few for each ballot."""
+
+
+class Promise(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says of itself: it takes part in no lower ballot, and which value it accepted last."""
+
+    fork: bytes
+    round: int
+    ballot: int
+    accepted_ballot: int
+    accepted_digest: bytes
+
+
+class Proposal(msgspec.Struct, frozen=True, array_like=True):
+    """What the owner of a ballot says to all: this is the value."""
+
+    fork: bytes
+    round: int
+    ballot: int
+    digest: bytes
+
+
+Statement = Promise | Proposal
+
+
+def sign_statement(identity: Identity, statement: Statement, member: SwarmMember) -> bytes:
+    """Signs what a member says; the key and the signature, 96 bytes."""
+    return sign(identity, *_facts(statement, member))
+
+
+def _facts(statement: Statement, member: SwarmMember) -> tuple[Any, ...]:
+    # a restart is another member, who has promised nothing
+    return (type(statement).__name__.lower(), member.start_number, *msgspec.structs.astuple(statement))
+
+
+def contradiction(first: Statement, second: Statement) -> str:
+    """Says why no honest member makes both of these; empty where one may, in whichever order."""
+    if (first.fork, first.round) != (second.fork, second.round):
+        return ""
+    if isinstance(first, Proposal) and isinstance(second, Proposal):
+        if first.ballot == second.ballot and first.digest != second.digest:
+            return f"it proposed two values in ballot {first.ballot}"
+    elif isinstance(first, Promise) and isinstance(second, Promise):
+        if (
+            first.accepted_ballot == second.accepted_ballot
+            and first.accepted_digest != second.accepted_digest
+        ):
+            return f"it accepted two values in ballot {first.accepted_ballot}"
+        for one, other in ((first, second), (second, first)):
+            if one.accepted_ballot < other.accepted_ballot < one.ballot:
+                return (
+                    f"it accepted a value in ballot {other.accepted_ballot}, and promised in ballot "
+                    f"{one.ballot} that it had accepted none since ballot {one.accepted_ballot}"
+                )
+    return ""
+
+
+class Equivocation(msgspec.Struct, frozen=True):
+    """Two statements of a member that contradict each other, both signed: a proof for anybody."""
+
+    member: SwarmMember
+    first: Statement
+    first_signature: bytes
+    second: Statement
+    second_signature: bytes
+
+    @property
+    def reason(self) -> str:
+        """What the member did."""
+        return contradiction(self.first, self.second)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the member has signed both, and they contradict each other."""
+        pairs = ((self.first, self.first_signature), (self.second, self.second_signature))
+        return bool(self.reason) and all(
+            has_signed(self.member, signature, *_facts(statement, self.member))
+            for statement, signature in pairs
+        )
+
+
+class Witness:
+    """What a member has heard of others in one round, and who of them contradicts itself."""
+
+    def __init__(self) -> None:
+        self._heard: dict[SwarmMember, dict[Statement, bytes]] = {}
+
+    def knows(self, member: SwarmMember, statement: Statement) -> bool:
+        """Whether it has heard just this before."""
+        return statement in self._heard.get(member, ())
+
+    def hear(self, member: SwarmMember, statement: Statement, signature: bytes) -> Equivocation | None:
+        """Notes a statement; ShoalError where the member has not signed it.
+
+        Gives the proof where it contradicts an earlier one.
+        """
+        heard = self._heard.setdefault(member, {})
+        if statement in heard:
+            return None
+        if not has_signed(member, signature, *_facts(statement, member)):
+            raise ShoalError(f"{member.short} has not signed what it says in a ballot.")
+        if len(heard) == _MAX_HEARD:
+            del heard[next(iter(heard))]
+        heard[statement] = signature
+        for earlier, known in heard.items():
+            if contradiction(earlier, statement):
+                return Equivocation(member, earlier, known, statement, signature)
+        return None
 
 
 def is_quorum(num_voters: int, places: Collection[int]) -> bool:

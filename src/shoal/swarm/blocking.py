@@ -263,6 +263,8 @@ class BlockingSwarmRun:
             may_found=False,
             kind=self._kind,
             is_reachable=is_reachable,
+            choice=dht.endpoint.network.random,
+            identity=dht.identity,
         )
         run.context.offers_when_asked = self._offers_when_asked
         dht.endpoint.streams.handle(FACTS, self._serve_facts, payload_type=FactsRequest)
@@ -335,15 +337,18 @@ class BlockingSwarmRun:
         """Says how far this member is; on its loop."""
         run = self.run
         state, ledger = run.state, run.ledger
+        is_simulated = self._swarm.dht.endpoint.network.is_simulated
         lost: dict[str, int] = {}
         for reason, num in ledger.lost:
             lost[reason] = lost.get(reason, 0) + num
         problems = [run.problem] if run.problem else []
         blamed = [f"{peer} sent wrong bytes: {why}" for peer, why in list(run.blamed.items())[-MAX_NOTES:]]
+        proofs = list(run.context.proofs.items())[-MAX_NOTES:]
+        liars = [f"{member.short} lies: {proof.reason}" for member, proof in proofs]
         return MemberFacts(
             peer_id=str(self._swarm.dht.peer_id),
             address=str(self._where[0]),
-            name=f"{platform.node()[:40]}:{os.getpid()}",
+            name="" if is_simulated else f"{platform.node()[:40]}:{os.getpid()}",
             fork=state.fork.hex()[:8],
             round=state.round,
             num_steps=state.num_steps,
@@ -358,7 +363,7 @@ class BlockingSwarmRun:
             num_bytes=run.num_sent_bytes,
             samples_per_s=self.samples_per_s,
             loss=self.loss,
-            notes=tuple([*blamed, *problems, *self.notes][-MAX_NOTES:]),
+            notes=tuple([*blamed, *liars, *problems, *self.notes][-MAX_NOTES:]),
             model=self._model if with_model else None,
             kind=self._kind,
             codec=str(getattr(run.context.codec, "name", "")),

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from shoal.core import AdaptiveDeadline
+from shoal.core.identity import Identity
 from shoal.core.rates import FailureBackoff
+from shoal.swarm.ballots import Equivocation
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.wire import (
     Broadcast,
@@ -140,6 +142,10 @@ class MemberContext:
     """Gives memory for one value of each parameter; it is used again when nobody holds it any more."""
     random: random.Random
     upload: UploadMeter = field(default_factory=UploadMeter)
+    identity: Identity | None = None
+    """This member's key; None where ids are claims, and nothing is signed."""
+    proofs: dict[SwarmMember, Equivocation] = field(default_factory=dict)
+    """Who has signed two statements that contradict each other, with both."""
     presence: dict[SwarmMember, MemberPresence] = field(default_factory=dict)
     leads_since_s: float | None = None
     """Since when this member has led one ballot after another; None while it follows."""

@@ -20,14 +20,24 @@ proposes an abort, which is a commit too.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from shoal.core import Deadline, LimitExceeded, Scope, fanout
-from shoal.swarm.ballots import Acceptor, BallotTally, is_quorum
+from shoal.core import Deadline, LimitExceeded, Scope, ShoalError, fanout
+from shoal.swarm.ballots import (
+    Acceptor,
+    BallotTally,
+    Promise,
+    Proposal,
+    Statement,
+    Witness,
+    is_quorum,
+    sign_statement,
+)
 from shoal.swarm.ledger import FrozenContribution
 from shoal.swarm.membership import (
     MemberContext,
@@ -62,6 +72,8 @@ from shoal.swarm.wire import (
 )
 from shoal.transport import Reply
 from shoal.transport.messages import CONNECTION_ENDED, Into
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 0.3
 """The owner of a ballot answers at least so often."""
@@ -114,6 +126,11 @@ class SwarmRound:
         self._crowd = crowd_factor(len(members))
         self._tenure = tenure
         self._tallies: dict[int, BallotTally] = {}
+        self._witness = Witness()
+        self._signed: dict[Statement, bytes] = {}
+        """What this member has said in ballots, with its signature; empty once it was heard."""
+        self._proposed: dict[int, bytes] = {}
+        """By ballot: its owner's signature of what it proposed."""
         self._followers: dict[int, _Follower] = {}
         self._wanted_s: dict[int, float] = {}
         """Ballots of this member's that others have gone on to, and since when."""
@@ -141,6 +158,11 @@ class SwarmRound:
     def coordinator(self) -> SwarmMember:
         """Whom this member takes for the coordinator now."""
         return self.members[ballot_owner(self.members, self.ballot)]
+
+    @property
+    def leaving(self) -> list[SwarmMember]:
+        """Those who have told this member that they leave, too."""
+        return [self.members[place] for place, one in self._followers.items() if one.is_leaving]
 
     def _now(self) -> float:
         return self._context.now_s()
@@ -218,10 +240,10 @@ class SwarmRound:
                     self._suspects.setdefault(owner)
                 self.ballot = ballot + 1 if wanted is None else wanted
                 return
-            asked_s = self._now()
+            asked_s, statement = self._now(), self._promise(ballot)
             outcomes = await fanout(
                 [
-                    self._call(owner, FOLLOW, self._request(ballot, seen), (), left_s),
+                    self._call(owner, FOLLOW, self._request(statement, seen), (), left_s),
                     self._own_change(self._facts()),
                 ],
                 Deadline.after(left_s + _TICK_S),
@@ -234,6 +256,8 @@ class SwarmRound:
                 if not status.problem:
                     self._context.beats.observe(self._now() - asked_s)
                     heard_s, seen = self._now(), status.version
+                    if statement in self._signed:
+                        self._signed[statement] = b""
                     self._suspects.pop(owner, None)
                     self._take_in(ballot, status)
                     continue
@@ -262,20 +286,52 @@ class SwarmRound:
             self._wanted_ballot(),
         )
 
-    def _request(self, ballot: int, seen: int) -> FollowRequest:
+    def _promise(self, ballot: int) -> Promise:
+        """States what this member has promised and accepted so far."""
+        acceptor = self.acceptor
+        digest = acceptor.accepted.digest if acceptor.accepted else b""
+        return Promise(self.fork, self.number, ballot, acceptor.accepted_ballot, digest)
+
+    def _sign(self, statement: Statement) -> bytes:
+        """Signs a statement of this member's, once; nothing where it has no key."""
+        identity = self._context.identity
+        if identity is not None and statement not in self._signed:
+            self._signed[statement] = sign_statement(identity, statement, self._context.me)
+        return self._signed.get(statement, b"")
+
+    def _has_heard(self, member: SwarmMember, statement: Statement, signature: bytes) -> bool:
+        """Notes what a member says in a ballot; False where it has not signed it.
+
+        Who has signed something that contradicts it is named, and the proof is kept.
+        """
+        if self._context.identity is None or self._witness.knows(member, statement):
+            return True
+        try:
+            proof = self._witness.hear(member, statement, signature)
+        except ShoalError as error:
+            log.warning("round %d: %s", self.number, error)
+            return False
+        if proof is not None and member not in self._context.proofs:
+            self._context.proofs[member] = proof
+            log.warning("%s lies in round %d: %s.", member.short, self.number, proof.reason)
+        return True
+
+    def _request(self, statement: Promise, seen: int) -> FollowRequest:
         acceptor, context = self.acceptor, self._context
-        is_own = acceptor.accepted_ballot == ballot
+        is_own = acceptor.accepted_ballot == statement.ballot
         return FollowRequest(
             fork=self.fork,
             round=self.number,
             state=self.state,
             member=context.me,
-            ballot=ballot,
+            ballot=statement.ballot,
             seen=seen,
             has_plan=self.plan is not None,
-            accepted_ballot=acceptor.accepted_ballot,
-            accepted_digest=acceptor.accepted.digest if acceptor.accepted else b"",
+            accepted_ballot=statement.accepted_ballot,
+            accepted_digest=statement.accepted_digest,
             accepted=None if is_own else acceptor.accepted,
+            signature=self._sign(statement),
+            proposed=b"" if is_own else self._proposed.get(statement.accepted_ballot, b""),
             registration=self._registration,
             samples=context.ledger.num_ready,
             is_ready=context.is_ready,
@@ -307,10 +363,17 @@ class SwarmRound:
             and ballot not in self._considered
             and self._scope is not None
         ):
-            self._considered[ballot] = None
             proposal = lengthen(status.proposal, self.members, self.plan)
-            self._scope.start_soon(self._consider(ballot, proposal), name="consider a proposal")
+            if self._is_proposed(ballot, proposal, status.proposed):
+                self._considered[ballot] = None
+                self._proposed[ballot] = status.proposed
+                self._scope.start_soon(self._consider(ballot, proposal), name="consider a proposal")
         self.stage = status.stage
+
+    def _is_proposed(self, ballot: int, value: Commit, signature: bytes) -> bool:
+        """Whether the owner of a ballot has signed that it proposes this."""
+        owner = self.members[ballot_owner(self.members, ballot)]
+        return self._has_heard(owner, Proposal(self.fork, self.number, ballot, value.digest), signature)
 
     def _register(self) -> None:
         """Makes a contribution of what is pending, once a round."""
@@ -365,6 +428,8 @@ class SwarmRound:
             return RoundStatus(problem="another state")
         if ballot_owner(self.members, request.ballot) != self.me:
             return RoundStatus(problem="another member's ballot")
+        if not self._is_signed(request):
+            return RoundStatus(problem="not signed")
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
             self._hear(place, request)
@@ -380,6 +445,20 @@ class SwarmRound:
             else:
                 presence.heard_s = self._now()
             raise
+
+    def _is_signed(self, request: FollowRequest) -> bool:
+        """Whether a follower has signed its promise, and the owner of an earlier ballot the value that the
+        follower says it has accepted there.
+        """
+        accepted, digest = request.accepted, request.accepted_digest
+        statement = Promise(self.fork, self.number, request.ballot, request.accepted_ballot, digest)
+        if not self._has_heard(request.member, statement, request.signature):
+            return False
+        if accepted is None:
+            return True
+        return accepted.digest == digest and self._is_proposed(
+            request.accepted_ballot, accepted, request.proposed
+        )
 
     @cached_property
     def _places(self) -> dict[SwarmMember, int]:
@@ -421,6 +500,7 @@ class SwarmRound:
             decision=None if is_known else self._short(decision),
             decided=decision.digest if decision is not None and is_known else b"",
             has_quorum=self._present_quorum(),
+            proposed=self._proposed.get(request.ballot, b""),
         )
 
     def _short(self, commit: Commit | None) -> ShortCommit | None:
@@ -478,6 +558,8 @@ class SwarmRound:
             bound = tally.bound_value()  # a promise that came meanwhile may tell of a vote
             if bound is None or bound == value:
                 tally.propose(value)
+                statement = Proposal(self.fork, self.number, ballot, value.digest)
+                self._proposed[ballot] = self._sign(statement)
             else:
                 value = bound
         if self.acceptor.accept(ballot, value):

@@ -39,6 +39,7 @@ from shoal.core import (
     VirtualLoop,
     fanout,
 )
+from shoal.core.identity import Identity
 from shoal.core.rates import RateLimiter
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
@@ -109,6 +110,8 @@ _REACHED_S = 30.0
 _SHORTEST_PAUSE_S, _DONOR_TICK_S = 0.001, 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
+_LAST_WORD_S = 0.2
+"""Answers need so long to leave this member's line."""
 _SLOW_S = 10.0
 """A joiner that falls behind for so long says so."""
 _ALONE_S = 10.0
@@ -181,7 +184,9 @@ class SwarmRun:
         kind: str = TRAINER,
         is_reachable: bool = True,
         choice: random.Random | None = None,
+        identity: Identity | None = None,
     ) -> None:
+        """Joins nobody yet. Without an `identity`, whose id is the transport's, it signs nothing."""
         self.run = run
         self.choice = choice or random.SystemRandom()
         self.state = CommittedState(parameters, optimizer or CommittedSGD(), b"")
@@ -213,8 +218,8 @@ class SwarmRun:
         """Whether it begins the run where it finds nobody."""
         self._tenure = 0
         self._was_listed = False
-        self._told: dict[SwarmMember, None] = {}
-        """Who knows that this member has left."""
+        self._told: dict[SwarmMember, int] = {}
+        """The latest round whose decision a member has from this one, while it leaves."""
         self._finished: dict[int, _Finished] = {}
         self._donor = StateDonor(transport, self._donor_pause_s)
         self._donor_limiter = RateLimiter(0.0, 0.0)
@@ -243,6 +248,7 @@ class SwarmRun:
             call=self._call,
             vector=self._new_vector,
             random=self.choice,
+            identity=identity,
         )
         self.context.try_to_reach = self._try_to_reach
         self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
@@ -306,7 +312,9 @@ class SwarmRun:
         # who has decided that it is off the list tells the others: alone they might be no quorum
         round_, told_by = self.round, Deadline.after(_LINGER_S * self.settings.patience)
         while round_ is not None and round_.coordinator == self.context.me and not told_by.is_past:
-            if all(member in self._told for member in self.members):
+            others = [*self.members, *round_.leaving]
+            if all(self._told.get(member, -1) >= round_.number for member in others):
+                await asyncio.sleep(_LAST_WORD_S * self.settings.patience)
                 break
             await self._changed.wait(min(_JOIN_TICK_S, told_by.remaining_s))
 
@@ -825,8 +833,8 @@ class SwarmRun:
 
     async def _serve_follow(self, request: FollowRequest, buffers: Sequence[memoryview]) -> RoundStatus:
         status = await self._status_of(request)
-        if (status.decision or status.decided or status.finished) and self.has_left:
-            self._told[request.member] = None
+        if (status.decision or status.decided or status.finished) and self.context.is_leaving:
+            self._told[request.member] = request.round
             self._changed.fire()
         return status
 

@@ -22,8 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from shoal.core import Address, Peer, PeerId
+from shoal.core.identity import Identity
 from shoal.tensors import EncodedMeta
 
 FOLLOW, PART, TAKE, COMMITS = "swarm.follow", "swarm.part", "swarm.take", "swarm.commits"
@@ -178,7 +181,7 @@ class Registration(msgspec.Struct, frozen=True, array_like=True):
     """Its line in Mbit/s, the slower direction; 0: not known, it counts as that of most others."""
 
 
-class FollowRequest(msgspec.Struct, frozen=True):
+class FollowRequest(msgspec.Struct, frozen=True, array_like=True):
     """What a follower tells the owner of a ballot: facts that stay true."""
 
     fork: bytes
@@ -197,9 +200,13 @@ class FollowRequest(msgspec.Struct, frozen=True):
     samples: int = 0
     is_ready: bool = False
     is_leaving: bool = False
+    signature: bytes = b""
+    """Of its `Promise`; left out where the owner has it."""
+    proposed: bytes = b""
+    """The signature of who proposed the value that it accepted, of the `Proposal`."""
 
 
-class RoundStatus(msgspec.Struct, frozen=True):
+class RoundStatus(msgspec.Struct, frozen=True, array_like=True):
     """What the owner of a ballot answers."""
 
     version: int = 0
@@ -218,6 +225,8 @@ class RoundStatus(msgspec.Struct, frozen=True):
     """The decision of a round that the owner has left."""
     has_quorum: bool = False
     problem: str = ""
+    proposed: bytes = b""
+    """The signature of the `Proposal`."""
 
 
 class PartMessage(msgspec.Struct, frozen=True):
@@ -352,6 +361,29 @@ def part_digest(meta: EncodedMeta, bitmap: bytes, buffers: Sequence[Any]) -> byt
     for buffer in buffers:
         found.update(memoryview(buffer).cast("B"))
     return found.digest()
+
+
+_KEY_BYTES, _SIGNED_BYTES = 32, 96
+_DOMAIN = b"shoal swarm 1:"
+
+
+def sign(identity: Identity, *facts: Any) -> bytes:
+    """Signs facts, the first of which says what they are: the public key, and the signature after it."""
+    text = _DOMAIN + msgspec.msgpack.encode(facts)
+    return identity.public_key.public_bytes_raw() + identity.sign(text)
+
+
+def has_signed(member: SwarmMember, signature: bytes, *facts: Any) -> bool:
+    """Whether a member has signed these facts: the key must be the one that its id is the hash of."""
+    key = signature[:_KEY_BYTES]
+    if len(signature) != _SIGNED_BYTES or PeerId.of_public_key(key).digest != member.id_bytes:
+        return False
+    try:
+        text = _DOMAIN + msgspec.msgpack.encode(facts)
+        Ed25519PublicKey.from_public_bytes(key).verify(signature[_KEY_BYTES:], text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def to_bitmap(places: Sequence[int], num: int) -> bytes:

@@ -30,10 +30,19 @@ _HELD = Passage(math.inf, math.inf)
 
 
 class Conditions:
-    """A network's links, its clocks, and who is dead. Link times are those of the loop."""
+    """A network's links, its clocks, and who is dead. Link times are those of the loop.
+
+    In a simulated world (`is_world`) the script's time begins when `begin_script` says so, and the world has
+    workers join and leave by itself.
+    """
 
     def __init__(
-        self, profile: Profile | None = None, script: FaultScript | None = None, *, seed: int = 0
+        self,
+        profile: Profile | None = None,
+        script: FaultScript | None = None,
+        *,
+        seed: int = 0,
+        is_world: bool = False,
     ) -> None:
         self.profile = profile or Profile()
         self.seed = seed
@@ -43,7 +52,9 @@ class Conditions:
         self._has_script = script is not None
         script = script or FaultScript()
         script.check_names(self.profile.places)
-        script.refuse_changes()
+        self._has_begun = not is_world
+        if not is_world:
+            script.refuse_changes()
         self._schedule = Schedule(script, seed)
         # where all ways are alike, it need not be looked for again for each of a simulation's links
         self._only_way = None if self.profile.ways.between else self.profile.way_between(_ANY, _ANY)
@@ -71,9 +82,18 @@ class Conditions:
             self._check_run(loop)
             return
         self._loop = loop or asyncio.get_running_loop()
-        self._started_s = self._loop.time()
+        self._started_s = self._loop.time() if self._has_begun else math.inf
         if not self._is_stopped:
             self.next_change_s = self._started_s + self._schedule.next_change_s
+            self._turn()
+
+    def begin_script(self) -> None:
+        """Let the script's time begin now, in a world; on its loop."""
+        self._has_begun = True
+        if self._loop is None:
+            self.start()
+        else:
+            self._started_s = self._loop.time()
             self._turn()
 
     def _check_run(self, loop: Loop | None) -> None:
@@ -102,7 +122,10 @@ class Conditions:
         """Have the faults of a time hold; those who wait for a change are told by the loop, not in here."""
         if self._is_stopped:
             return
-        if self._schedule.advance(now_s - self._started_s, self._step):
+        script_s = now_s - self._started_s
+        if now_s >= self.next_change_s:  # the difference may be rounded to a little less
+            script_s = max(script_s, self._schedule.next_change_s)
+        if self._schedule.advance(script_s, self._step):
             self.version += 1
             self._has_news = True
             self._slow_lines()
@@ -210,7 +233,7 @@ class Conditions:
         if peer not in lines:
             lines[peer] = line = make(mbit_s, self.profile.line_of(peer).queue_ms) if mbit_s else None
             if line is not None:
-                line.slowness = self._slowness(peer)
+                line.slowness = self.slowness(peer)
         return lines[peer]
 
     # --- faults ---
@@ -224,9 +247,9 @@ class Conditions:
         for lines in (self._up, self._down):
             for peer, line in lines.items():
                 if line is not None:
-                    line.slowness = self._slowness(peer)
+                    line.slowness = self.slowness(peer)
 
-    def _slowness(self, peer: Address) -> float:
+    def slowness(self, peer: Address) -> float:
         """How many times slower a peer's own line is now."""
         slowness = 1.0
         for event in self._schedule.events:

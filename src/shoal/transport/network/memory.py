@@ -55,13 +55,14 @@ class MemoryNetwork:
         self.links: dict[tuple[str, str], Link] = {}
         """Those that have been used, by the names of their ends."""
 
-    def host(self, name: str, *, behind: str = "") -> MemoryHost:
+    def host(self, name: str, *, behind: str = "", known_as: Address | None = None) -> MemoryHost:
         """The network as this host sees it; made when it is first asked for, on the loop that it will use.
 
-        `behind` is the name of the router that its packets leave through, if any.
+        `behind` is the name of the router that its packets leave through, if any. Conditions know it by the
+        address that it is given first, or as it is told here.
         """
         if name not in self.hosts:
-            self.hosts[name] = MemoryHost(self, name, self.routers[behind] if behind else None)
+            self.hosts[name] = MemoryHost(self, name, self.routers[behind] if behind else None, known_as)
         return self.hosts[name]
 
     def router(self, name: str, kind: str | NatRules) -> MemoryRouter:
@@ -132,12 +133,20 @@ class MemoryHost(Network):
 
     is_simulated = True
 
-    def __init__(self, network: MemoryNetwork, name: str, router: MemoryRouter | None = None) -> None:
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        name: str,
+        router: MemoryRouter | None = None,
+        known_as: Address | None = None,
+    ) -> None:
         self.name = name
         self.router = router
-        self.address = Address(name, _FIRST_PORT)
-        """What conditions know it by: the address that it is given first."""
+        self.address = known_as or Address(name, _FIRST_PORT)
+        """What conditions know it by."""
         self.is_dead = False
+        self.num_sent_bytes = 0
+        """What has been given to its links, streams and datagrams together."""
         self.random = network.random_of(name)
         self.clock: Clock = running_clock()
         if network.conditions is not None:
@@ -145,7 +154,7 @@ class MemoryHost(Network):
         self._network = network
         self._num_ports = 0
         self._num_origins = 0
-        self._has_address = False
+        self._has_address = known_as is not None
         self._stop_watching: Callable[[], None] | None = None
         self._listeners: dict[int, MemoryListener] = {}
         self._datagrams: dict[int, MemoryDatagrams] = {}
@@ -213,9 +222,9 @@ class MemoryHost(Network):
         sent_at_s = loop.time()
         origin, mapping = self._way_out("tcp", dial.origin, target, sent_at_s)
         there = network.owner("tcp", target, sent_at_s)
-        near, far = MemoryStream(loop, dial.origin, target), MemoryStream(loop, there, origin)
-        links = network.link(self.address, there), network.link(there, self.address)
         host = network.hosts.get(there.host)
+        near, far = MemoryStream(loop, dial.origin, target, self), MemoryStream(loop, there, origin, host)
+        links = network.link(self.address, there), network.link(there, self.address)
         join(near, far, links, (self.random, host.random if host else self.random))
         dial.stream = near
 
@@ -307,7 +316,7 @@ class MemoryHost(Network):
         """Join two protocols of this host by a stream without delay; nothing is encrypted."""
         self._check_alive()
         loop = asyncio.get_running_loop()
-        near, far = (MemoryStream(loop, self.address, self.address) for _ in range(2))
+        near, far = (MemoryStream(loop, self.address, self.address, None) for _ in range(2))
         join(near, far, (IDEAL_LINK, IDEAL_LINK), (self.random, self.random))
         for stream, protocol in ((far, outside), (near, inside)):
             self._open(stream)
@@ -332,6 +341,7 @@ class MemoryHost(Network):
         """Pass a packet to the link, which may lose it."""
         if self.is_dead:
             return
+        self.num_sent_bytes += len(data)
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         network, (host, port) = self._network, target
@@ -501,9 +511,12 @@ class MemoryDatagrams(asyncio.DatagramTransport):
 class MemoryStream(asyncio.Transport):
     """One end of a stream. It takes part in the stream before a protocol is given to it with `attach`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, here: Address, there: Address) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, here: Address, there: Address, host: MemoryHost | None
+    ) -> None:
         super().__init__({"sockname": (here.host, here.port), "peername": (there.host, there.port)})
         self._loop = loop
+        self._host = host
         self.protocol: asyncio.BufferedProtocol | None = None
         self._outgoing: Pipe
         self._incoming: Pipe
@@ -544,8 +557,10 @@ class MemoryStream(asyncio.Transport):
         """Send a copy of these bytes; `bytes` need none."""
         if self._is_closing or self._has_sent_eof:
             return
-        outgoing = self._outgoing
-        outgoing.push(bytes(data))
+        outgoing, sent = self._outgoing, bytes(data)
+        outgoing.push(sent)
+        if self._host is not None:
+            self._host.num_sent_bytes += len(sent)
         if outgoing.is_full and not self._is_writing_paused:
             self._pause_writing_if_full()
 
