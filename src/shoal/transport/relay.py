@@ -262,12 +262,14 @@ async def _keep_way(
             watching = scope.start(_watch_relay(transport, relay))
             await stream.run()
             watching.cancel()
-    except ShoalError as error:
+    except Exception as error:
+        if not isinstance(error, ShoalError):  # ends this way, not the transport
+            log.exception("the way to %s through its relay failed", peer)
         lost = PeerUnreachable if stream is None or not connection.ready.done() else PeerLost
         failure = lost(
             f"{peer} cannot be reached through its relay.",
             peer=peer,
-            cause=error.what,
+            cause=getattr(error, "what", str(error)),
             next_step="look the peer up again: it may be at another relay by now.",
         )
         settle(began, failure)
@@ -313,7 +315,7 @@ class _Place:
 
 
 class RelayService:
-    """Passes streams on to peers that are registered here; `serve` has an endpoint do so.
+    """Passes streams on to peers that are registered here, from when it is made for an endpoint.
 
     Everything lives on the endpoint's own loop. A stream passes one relay: none opens the way to another.
     """
