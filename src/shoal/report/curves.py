@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.report.schema import Curve, Report, Row
+from shoal.report.schema import Curve, Report, Row, is_number
 from shoal.report.statistics import mean_of
 
 # --- along an axis ---
@@ -210,8 +210,8 @@ def class_width(low: int, high: int, max_classes: int) -> int:
 def is_histogram(row: Row) -> bool:
     """Whether a row says how many were so far behind; anything but counts is a figure like others."""
     behind = row.key.get(BEHIND)
-    is_number = isinstance(behind, int) and not isinstance(behind, bool)
-    return row.metric == STALENESS and is_number and all(0 <= count <= MAX_COUNT for count in row.samples)
+    is_count = isinstance(behind, int) and is_number(behind)
+    return row.metric == STALENESS and is_count and all(0 <= count <= MAX_COUNT for count in row.samples)
 
 
 def histogram_of(rows: Sequence[Row]) -> Histogram:

@@ -67,6 +67,16 @@ LABELS = {
     RowVerdict.FIXED: "failed in baseline",
     RowVerdict.FAILED_BOTH: "failed in both",
 }
+TONES = {
+    RowVerdict.BETTER: "good",
+    RowVerdict.FIXED: "good",
+    RowVerdict.WORSE: "bad",
+    RowVerdict.FAILED: "bad",
+    RowVerdict.FAILED_BOTH: "bad",
+    RowVerdict.TOO_FEW: "unsure",
+    RowVerdict.NO_DIFFERENCE: "quiet",
+}
+"""The colour of each verdict."""
 JUDGED = (RowVerdict.BETTER, RowVerdict.WORSE, RowVerdict.NO_DIFFERENCE)
 
 

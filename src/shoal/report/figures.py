@@ -27,8 +27,8 @@ from shoal.report.statistics import (
 )
 from shoal.report.storage import load
 from shoal.report.units import Scale, counted, scale_for
-from shoal.report.views import Group, shared_key, short_label
-from shoal.report.words import benchmark_words, figure_scale, key_words, metric_words, sentence_case
+from shoal.report.views import Group, group_of, shared_key, short_label
+from shoal.report.words import benchmark_words, key_words, metric_words, scale_of, sentence_case
 
 Figure = dict[str, Any]
 """`data` and `layout` as plotly has them. `layout.meta` says what kind it is and what a page has to fit."""
@@ -90,8 +90,8 @@ def _curves_figure(curves: Sequence[Curve], over: str | None) -> Figure:
     axis = over or axes[0]
     if axis not in axes:
         raise UsageError(f"The curves have no {axis!r}.", next_step=f"choose one of {', '.join(axes)}.")
-    shared, first = shared_key(curves), curves[0]
-    chart = Chart((first.metric, first.unit, first.direction), [axis])
+    shared = shared_key(curves)
+    chart = Chart(group_of(curves[0]), [axis])
     for number, curve in enumerate(curves):
         line = averaged(curve, axis)
         if line is not None:
@@ -227,9 +227,7 @@ class Chart:
     def figures(self, series: Sequence[tuple[str, int]]) -> list[Figure]:
         """One for each axis; `series` has the label and the number of the colour of each."""
         values = [y for lines in self.lines for drawn in lines for y in drawn.line.mean]
-        scale = figure_scale(
-            self.metric, self.unit, percentile([abs(value) for value in values], 50) if values else 1.0
-        )
+        scale = scale_of(self.metric, self.unit, values)
         return [
             self._figure(axis, lines, scale, series, values)
             for axis, lines in zip(self.axes, self.lines, strict=True)
@@ -430,10 +428,7 @@ def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
     `what` names the axis where the bars are of several metrics.
     """
     first = bars[0]
-    present = [bar.value for bar in bars if bar.value is not None]
-    scale = figure_scale(
-        first.metric, first.unit, percentile(list(map(abs, present)), 50) if present else 1.0
-    )
+    scale = scale_of(first.metric, first.unit, [bar.value for bar in bars if bar.value is not None])
     labels, traces = [], []
     for number, bar in enumerate(bars):
         if bar.value is None:
@@ -490,7 +485,7 @@ def rows_figure(
     medians = [percentile(row.samples, 50) for line in rows for row in line if row is not None and row.starts]
     positive = [median for median in medians if median > 0]
     is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
-    scale = figure_scale(metric, unit, percentile(medians, 50) if medians else 1.0)
+    scale = scale_of(metric, unit, medians)
     traces: list[dict[str, Any]] = []
     count, named = len(reports), []
     for line, label in zip(rows, labels, strict=True):
@@ -647,7 +642,7 @@ def changes_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
 def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]], qs: Sequence[int]) -> Figure:
     """Percentiles of several rows beside one another; those without samples enough are left out."""
     metric, unit, _ = row_of
-    scale = figure_scale(metric, unit, percentile(named[0][2].samples, 50) if named else 1.0)
+    scale = scale_of(metric, unit, named[0][2].samples if named else ())
     traces = []
     for name, colour, row in named:
         known = [q for q in qs if is_known(len(row.samples), q)]
@@ -704,7 +699,7 @@ def samples_figure(
 ) -> Figure:
     """All samples of one row by process start, in every report; of each start at most `share` are drawn."""
     present = [row for _, _, row in reports if row is not None and row.starts]
-    scale = figure_scale(metric, unit, percentile(present[0].samples, 50) if present else 1.0)
+    scale = scale_of(metric, unit, present[0].samples if present else ())
     traces, shapes, annotations, ticks = [], [], [], []
     offset, unit_words = 0, _safe(scale.unit)
     for name, number, row in reports:

@@ -24,14 +24,13 @@ import msgspec
 from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
-from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict, busy
+from shoal.report.diff import LABELS, TONES, Diff, RowDiff, RowVerdict, busy
 from shoal.report.figures import FEW
 from shoal.report.pictures import pictures
 from shoal.report.plots import (
     CONTENDERS,
     SCALING_HOW,
     STALENESS_HOW,
-    TONES,
     WAITS_HOW,
     Colours,
     PageFigures,
@@ -77,7 +76,7 @@ from shoal.report.statistics import (
 )
 from shoal.report.storage import write_atomically
 from shoal.report.units import Scale, counted, percent
-from shoal.report.views import headline, interval_text, shared_key, verdict_text
+from shoal.report.views import Group, group_of, headline, interval_text, shared_key, verdict_text
 from shoal.report.words import (
     ABSENT,
     BenchmarkWords,
@@ -87,6 +86,7 @@ from shoal.report.words import (
     key_label,
     key_words,
     metric_words,
+    scale_of,
     sentence_case,
     value_words,
     words_used,
@@ -355,7 +355,7 @@ def chapter(shown: Sequence[Shown], figures: PageFigures, *, is_diff: bool = Fal
     for group in gathered(group_reports([item.report for item in shown])):
         if all(map(is_histogram, group.present)):
             continue
-        is_shown = (group.metric, group.unit, group.direction) in drawn or all(map(is_wait, group.present))
+        is_shown = group.group in drawn or all(map(is_wait, group.present))
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)
         if is_shown or len(group.rows) > MAX_OPEN_ROWS:
@@ -493,14 +493,12 @@ def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
         return note
     summaries = [summarize(row) for line in lines for row in line if row is not None]
     known = [summary for summary in summaries if summary is not None]
-    medians = [abs(summary.p50) for summary in known]
-    scale = None if has_metrics else figure_scale(group.metric, group.unit, percentile(medians or [1.0], 50))
+    scale = None if has_metrics else scale_of(group.metric, group.unit, [each.median for each in known])
     figures = ["runs"]
     if any(each.num_samples > each.num_starts for each in known):
         figures.append("measurements")
-    for place, q in enumerate(PERCENTILES):
-        if any(summary.known_percentiles[place] is not None for summary in known):
-            figures.append("median" if q == 50 else f"p{q}")
+    shown_percentiles = [q for q in PERCENTILES if any(q in each.percentiles for each in known)]
+    figures += ["median" if q == 50 else f"p{q}" for q in shown_percentiles]
     if any(summary.num_samples > 1 for summary in known):
         figures += ["mean", "spread"]
     if any(summary.noise_percent is not None for summary in known):
@@ -547,7 +545,7 @@ def _figure_cells(row: Row, figures: Sequence[str], scale: Scale | None) -> str:
     if summary is None:
         failed = f"{pill('failed', 'bad')} {escape(row.error or '')}"
         return f'<td colspan="{len(figures)}" class="error">{failed}</td>'
-    own = scale or figure_scale(row.metric, row.unit, summary.p50)
+    own = scale or figure_scale(row.metric, row.unit, summary.median)
 
     def show(value: float) -> str:
         if row.unit in {"", "1"} and own.factor == 1.0 and value.is_integer() and abs(value) < 1e15:
@@ -555,16 +553,16 @@ def _figure_cells(row: Row, figures: Sequence[str], scale: Scale | None) -> str:
         return own.format(value) if scale is None else own.number(value)
 
     noise = "–" if summary.noise_percent is None else "±" + percent(summary.noise_percent, signed=False)
-    values = dict(zip(("median", "p75", "p90", "p95"), summary.known_percentiles, strict=True))
     cells = {
         "runs": f"{summary.num_starts:,}",
         "measurements": f"{summary.num_samples:,}",
-        **{name: "–" if value is None else show(value) for name, value in values.items()},
+        **{f"p{q}": show(value) for q, value in summary.percentiles.items()},
+        "median": show(summary.median),
         "mean": show(summary.mean),
         "spread": show(summary.spread) if summary.num_samples > 1 else "–",
         "noise floor": noise,
     }
-    return "".join(f'<td class="number">{escape(cells[name])}</td>' for name in figures)
+    return "".join(f'<td class="number">{escape(cells.get(name, "–"))}</td>' for name in figures)
 
 
 def _metric_name(key: str) -> str:
@@ -666,17 +664,12 @@ def _glance_table(
     rows: list[tuple[int, Row]], shown: Sequence[Shown], found: set[tuple[int, Identity]]
 ) -> str:
     """One of them; adds the best to `found`."""
-    metrics = {
-        (row.metric, row.unit, row.direction): True
-        for _, row in rows
-        if row.error is not None or any(row.samples)
-    }
-    lines: dict[Line, dict[tuple[str, str, str], Row]] = {}
+    metrics = {group_of(row): True for _, row in rows if row.error is not None or any(row.samples)}
+    lines: dict[Line, dict[Group, Row]] = {}
     entries = sorted({name: True for _, row in rows for name in row.key})
     for index, row in rows:
         key = tuple((name, value_words(name, row.key.get(name), row.metric)) for name in entries)
-        cells = lines.setdefault((index, key), {})
-        cells[row.metric, row.unit, row.direction] = row
+        lines.setdefault((index, key), {})[group_of(row)] = row
     if len(metrics) < 2 or not 1 < len(lines) <= MAX_LINES:
         return ""
     firsts = [next(iter(cells.values())) for cells in lines.values()]
@@ -685,16 +678,14 @@ def _glance_table(
     found |= best
     least = {
         metric: usual_deviation(
-            start_medians(row) for _, row in rows if _metric_of(row) == metric and row.starts
+            start_medians(row) for _, row in rows if group_of(row) == metric and row.starts
         )
         for metric in metrics
     }
     scales = {}
     for metric in metrics:
-        medians = [
-            abs(percentile(row.samples, 50)) for _, row in rows if row.starts and _metric_of(row) == metric
-        ]
-        scales[metric] = figure_scale(metric[0], metric[1], percentile(medians, 50) if medians else 1.0)
+        found_rows = [row for _, row in rows if row.starts and group_of(row) == metric]
+        scales[metric] = scale_of(*metric[:2], [percentile(row.samples, 50) for row in found_rows])
     heads = [
         *key_heads(firsts, names),
         *(["<th>report</th>"] if len(shown) > 1 else []),
@@ -713,10 +704,6 @@ def _glance_table(
         kind = "first chosen" if is_chosen else "first"
         body.append(f'<tr class="{kind}">{key_cells(first, names)}{report}{figures}</tr>')
     return html_table(heads, body, "glance")
-
-
-def _metric_of(row: Row) -> tuple[str, str, str]:
-    return row.metric, row.unit, row.direction
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
@@ -766,7 +753,7 @@ def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | N
     return None
 
 
-def _head(metric: tuple[str, str, str], scale: Scale) -> str:
+def _head(metric: Group, scale: Scale) -> str:
     name, _, direction = metric
     unit = f"{scale.unit} " if scale.unit else ""
     about = escape(unit) + arrow_of(name, direction)
@@ -798,10 +785,9 @@ def _cell(row: Row | None, scale: Scale, least: float, is_best: bool) -> str:
 
 def headlines(shown: Sequence[Shown]) -> str:
     """What each benchmark found, in the sentences that it wrote; '' where none did."""
-    items = []
-    for item in shown:
-        prefix = f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
-        items += [f"<li>{prefix}{escape(sentence)}</li>" for sentence in headline(item.report)]
+    items = [
+        f"<li>{_of(item)}{escape(sentence)}</li>" for item in shown for sentence in headline(item.report)
+    ]
     return f'<ul class="headline">{"".join(items)}</ul>' if items else ""
 
 
@@ -809,12 +795,16 @@ def conditions(shown: Sequence[Shown]) -> str:
     """On what each benchmark was run, in the sentences that it wrote; '' where none did."""
     items = []
     for item in shown:
-        prefix = f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
         told = item.report.result.get("conditions", [])
         if told and isinstance(told, list):
             words = " ".join(text(line) for line in told)
-            items.append(f'<p class="conditions"><b>On what:</b> {prefix}{escape(words)}</p>')
+            items.append(f'<p class="conditions"><b>On what:</b> {_of(item)}{escape(words)}</p>')
     return "".join(items)
+
+
+def _of(item: Shown) -> str:
+    """Whose sentence follows, where a page has several reports."""
+    return f'<span class="of">{escape(item.label)}</span> ' if item.label else ""
 
 
 def facts(item: Shown) -> str:

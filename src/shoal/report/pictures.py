@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from shoal.report.curves import Histogram, Line
+from shoal.report.curves import Histogram
 from shoal.report.figures import Chart, IntervalBar, bar_of, bars_figure, histogram_figure, percentiles_figure
 from shoal.report.plots import (
     Colours,
@@ -19,11 +19,15 @@ from shoal.report.plots import (
     Section,
     Shown,
     beside_one_another,
+    dotted,
+    line_over,
+    steps_apart,
     titled,
 )
 from shoal.report.schema import Row, is_number
 from shoal.report.statistics import PERCENTILES, percentile, start_medians, usual_deviation
 from shoal.report.units import counted
+from shoal.report.views import group_of
 from shoal.report.words import metric_words, sentence_case
 
 Found = list[tuple[Shown, Row]]
@@ -56,12 +60,7 @@ def _rows(shown: Sequence[Shown], *metrics: str) -> Found:
 def _names(found: Found) -> list[str]:
     """What tells each row from the others: its report, its setting."""
     contest = Contest([row.key for _, row in found])
-    return [
-        " · ".join(
-            part for part in (item.label, contest.contender(row.key), contest.setting(row.key)) if part
-        )
-        for item, row in found
-    ]
+    return [dotted(item.label, contest.contender(row.key), contest.setting(row.key)) for item, row in found]
 
 
 # --- until the target ---
@@ -90,7 +89,7 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
             for item, end, row in found:
                 contender = contest.contender(end.key)
                 colour = colours.setdefault(contender, len(colours))
-                label = " · ".join(part for part in (item.label, contender) if part) or "all"
+                label = dotted(item.label, contender) or "all"
                 if row is not None and len(row.starts) == len(end.starts):
                     bars.append(bar_of(row, label, colour, least))
                 else:
@@ -103,7 +102,7 @@ def target_bars(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
                 title += f" · {setting}" if setting else ""
                 parts.append(titled(f"{title} (lower is better)", figures.place(bars_figure(bars))))
     how = TARGET_HOW if any(len(row.starts) > 1 for _, row in ran) else SINGLE_TARGET_HOW
-    return Section("What it took to reach the target", how + _steps_apart(shown), beside_one_another(*parts))
+    return Section("What it took to reach the target", how + _coarseness(shown), beside_one_another(*parts))
 
 
 def _target_of(shown: Sequence[Shown], runs: Found) -> str:
@@ -120,11 +119,10 @@ def _target_of(shown: Sequence[Shown], runs: Found) -> str:
     return f" ({100 * target:g} %)" if is_share else f" ({target:g})"
 
 
-def _steps_apart(shown: Sequence[Shown]) -> str:
+def _coarseness(shown: Sequence[Shown]) -> str:
     """How finely the figures can be read: nobody looks whether the target is reached at every step."""
-    every = {item.report.config.get("eval_every"): True for item in shown}
-    (steps, *others) = every
-    if others or not isinstance(steps, int) or steps < 2:
+    steps = steps_apart(shown) or 1
+    if steps < 2:
         return ""
     return (
         f" Whether the target is reached is looked at every {steps} steps, so that each run ends at a "
@@ -176,14 +174,14 @@ def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
                 )
                 low, high = wilson(done, total)
                 note = f"{done:,.0f} of {total:,}"
-                label = " · ".join(part for part in (_CALLS[metric], name) if part)
+                label = dotted(_CALLS[metric], name)
                 colour = list(_TRIED).index(metric)
                 bars.append(IntervalBar(label, done / total, low, high, note, colour, metric))
         if bars:
             alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
             dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""
             dead = "no peer was dead" if alive and min(alive) == 1 else dead
-            title = " · ".join(part for part in (item.label, dead) if part)
+            title = dotted(item.label, dead)
             parts.append(
                 titled(sentence_case(title), figures.place(bars_figure(bars, "Share that succeeded")))
             )
@@ -216,7 +214,7 @@ def _hops(shown: Sequence[Shown], figures: PageFigures) -> str:
             counts[int(hops)] = counts.get(int(hops), 0.0) + 1
         whole = Histogram({number: counts.get(number, 0.0) for number in range(max(counts) + 1)})
         what = "Reads" if row.metric == "get_hops" else "Stores"
-        title = " · ".join(part for part in (what, name) if part)
+        title = dotted(what, name)
         picture = histogram_figure(whole, item.number, "Peers asked one after another", " peers asked")
         parts.append(titled(title, figures.place(picture)))
     return beside_one_another(*parts)
@@ -241,7 +239,7 @@ def _traffic(shown: Sequence[Shown], figures: PageFigures) -> str:
         bars = [
             bar_of(
                 row,
-                " · ".join(part for part in (metric_words(row.metric), name) if part),
+                dotted(metric_words(row.metric), name),
                 metrics.index(row.metric),
             )
             for (_, row), name in zip(found, _names(found), strict=True)
@@ -278,7 +276,7 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
         bars = [
             bar_of(
                 row,
-                " · ".join(part for part in (_SPEED_NAMES[row.metric], name) if part),
+                dotted(_SPEED_NAMES[row.metric], name),
                 _SPEEDS.index(row.metric),
             )
             for (_, row), name in zip(own, _names(own), strict=True)
@@ -310,25 +308,15 @@ def _by_clients(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
     ]
     if len({row.key["num_clients"] for _, row in found}) < 2:
         return ""
-    first = found[0][1]
     contest = Contest([row.key for _, row in found], aside=("num_clients", "scenario"))
     lines: dict[str, list[Row]] = {}
     for _, row in found:
-        parts = (contest.contender(row.key), contest.setting(row.key))
-        lines.setdefault(" · ".join(part for part in parts if part) or "the expert server", []).append(row)
-    chart = Chart((first.metric, first.unit, first.direction), ["num_clients"])
+        name = dotted(contest.contender(row.key), contest.setting(row.key)) or "the expert server"
+        lines.setdefault(name, []).append(row)
+    chart = Chart(group_of(found[0][1]), ["num_clients"])
     entries = [(name, colours.setdefault(name, len(colours))) for name in lines]
     for series, rows in enumerate(lines.values()):
-        ordered = sorted(rows, key=lambda row: float(row.key["num_clients"]))
-        medians = [start_medians(row) for row in ordered]
-        line = Line(
-            x=[float(row.key["num_clients"]) for row in ordered],
-            mean=[percentile(values, 50) for values in medians],
-            low=[min(values) for values in medians],
-            high=[max(values) for values in medians],
-            num_starts=max(map(len, medians)),
-        )
-        chart.add(0, line, series=series, style="points")
+        chart.add(0, line_over("num_clients", rows), series=series, style="points")
     number = figures.open_set(entries)
     return figures.legend(number) + figures.place(*chart.figures(entries), number=number)
 
@@ -351,7 +339,7 @@ def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
             if not own:
                 continue
             named = [
-                (" · ".join(part for part in (_KINDS[row.metric], name) if part), number, row)
+                (dotted(_KINDS[row.metric], name), number, row)
                 for number, ((_, row), name) in enumerate(zip(own, _names(own), strict=True))
             ]
             number = figures.open_set((name, colour) for name, colour, _ in named)
@@ -360,9 +348,9 @@ def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
                 trace["meta"] = {"series": series}
             num_calls = min(len(row.samples) for _, _, row in named)
             few = f"{counted(num_calls, 'call')} of a kind: too few for p95" if num_calls < 20 else ""
-            few = " · ".join(part for part in (_batch_of(item), few) if part)
+            few = dotted(_batch_of(item), few)
             plot = figures.legend(number) + figures.place(picture, number=number)
-            parts.append(titled(" · ".join(part for part in (item.label, few) if part), plot))
+            parts.append(titled(dotted(item.label, few), plot))
     return beside_one_another(*parts)
 
 
@@ -371,7 +359,7 @@ def _batch_of(item: Shown) -> str:
     config = item.report.config
     plan = config.get("plan")
     size = plan.get("expert_batch_size") if isinstance(plan, dict) else config.get("batch_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 2:
+    if not isinstance(size, int) or size < 2:
         return ""
     return f"a call carries {counted(size, 'expert' if isinstance(plan, dict) else 'sample')}"
 

@@ -24,7 +24,7 @@ from shoal.report.curves import (
     histogram_of,
     is_histogram,
 )
-from shoal.report.diff import Diff, RowVerdict
+from shoal.report.diff import TONES, Diff
 from shoal.report.figures import (
     NUM_COLOURS,
     PALETTE,
@@ -42,7 +42,7 @@ from shoal.report.figures import (
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
 from shoal.report.statistics import PERCENTILES, is_known, mean_of, percentile, start_medians
 from shoal.report.units import counted
-from shoal.report.views import Group, shared_key, verdict_text
+from shoal.report.views import Group, group_of, shared_key, verdict_text
 from shoal.report.words import ABSENT, figure_scale, key_label, metric_words, sentence_case
 
 # --- places and sets ---
@@ -178,6 +178,11 @@ def beside_one_another(*parts: str, kind: str = "") -> str:
     return f'<div class="{f"grid {kind}".strip()}">{"".join(f"<div>{part}</div>" for part in shown)}</div>'
 
 
+def dotted(*names: str) -> str:
+    """Names in one line with dots between them; those that are empty are left out."""
+    return " · ".join(name for name in names if name)
+
+
 def titled(title: str, plot: str) -> str:
     """A plot under its title."""
     return (f"<h4>{escape(title)}</h4>" if title else "") + plot
@@ -228,6 +233,7 @@ class ReportGroup:
 
     def __init__(self, key: tuple[str, str, str, str]) -> None:
         self.benchmark, self.metric, self.unit, self.direction = key
+        self.group: Group = key[1:]
         self.rows: list[list[Row | None]] = []
 
     @property
@@ -287,7 +293,7 @@ def group_reports(reports: Sequence[Report]) -> list[ReportGroup]:
     lines: dict[object, list[Row | None]] = {}
     for number, report in enumerate(reports):
         for row in report.rows:
-            key = (report.benchmark, row.metric, row.unit, row.direction)
+            key = (report.benchmark, *group_of(row))
             line = lines.get((key, row.identity))
             if line is None:
                 line = lines[key, row.identity] = [None] * len(reports)
@@ -308,8 +314,7 @@ def distribution(group: ReportGroup, shown: Sequence[Shown], figures: PageFigure
         return ""
     labels = [group.label(index) for index in range(len(group.rows))]
     reports = [(item.label, item.number) for item in shown]
-    kind = (group.metric, group.unit, group.direction)
-    overview = figures.place(rows_figure(kind, labels, group.rows, reports))
+    overview = figures.place(rows_figure(group.group, labels, group.rows, reports))
     if len(shown) > 1:
         return overview
     return beside_one_another(
@@ -348,7 +353,7 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
     if len(shown) > 1:
         bars = [
             percentiles_figure(
-                (present[0].metric, present[0].unit, present[0].direction),
+                group_of(present[0]),
                 [
                     (name, colour, row)
                     for (name, colour), row in zip(named, line, strict=True)
@@ -370,18 +375,6 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
     how = "Dots are measurements, from left to right in time; a line is the median of its run."
     spread = figures.place(*spreads, number=number)
     return content + titled("Measurements by run", f'<p class="how">{how}</p>{spread}')
-
-
-TONES = {
-    RowVerdict.BETTER: "good",
-    RowVerdict.FIXED: "good",
-    RowVerdict.WORSE: "bad",
-    RowVerdict.FAILED: "bad",
-    RowVerdict.FAILED_BOTH: "bad",
-    RowVerdict.TOO_FEW: "unsure",
-    RowVerdict.NO_DIFFERENCE: "quiet",
-}
-"""The colour of each verdict."""
 
 
 def forest_plot(diff: Diff, figures: PageFigures) -> str:
@@ -420,13 +413,14 @@ def curves_title(shown: Sequence[Shown]) -> tuple[str, str]:
     """What `curve_plots` is called, and how its lines and bands are read."""
     axes = _axes([curve for _, curve in _drawn_curves(shown)])
     has_bands = any(len(curve.starts) > 1 for _, curve in _drawn_curves(shown))
+    steps = steps_apart(shown)
     how = "Each line is the mean over the runs, its band reaches from the lowest run to the highest."
     how = how if has_bands else "Each line is a single run."
     if not axes or any(axis in _OF_A_COURSE for axis in axes):
         return "Over time", (
             "How each figure went while it trained. "
             + how
-            + _looked_at(shown)
+            + ("" if steps is None else f" A point was taken every {counted(steps, 'step')}.")
             + " Choose along what: a strategy that is ahead by "
             "steps may be behind by seconds or bytes. Press a name to hide or show it."
             + (DISTANCE_HOW if _has_distance(shown) else "")
@@ -446,13 +440,10 @@ def _has_distance(shown: Sequence[Shown]) -> bool:
     return any(curve.metric == "consensus_distance" for _, curve in _drawn_curves(shown))
 
 
-def _looked_at(shown: Sequence[Shown]) -> str:
-    """How often the curves were taken, as far as the reports say it."""
-    every = {item.report.config.get("eval_every"): True for item in shown}
-    (step, *others) = every
-    if others or not isinstance(step, int) or isinstance(step, bool):
-        return ""
-    return f" A point was taken every {counted(step, 'step')}."
+def steps_apart(shown: Sequence[Shown]) -> int | None:
+    """How many steps there are from one evaluation to the next; None where the reports do not agree."""
+    (steps, *others) = {item.report.config.get("eval_every"): True for item in shown}
+    return steps if not others and isinstance(steps, int) and is_number(steps) else None
 
 
 def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) -> str:
@@ -466,7 +457,7 @@ def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
     number = figures.open_set(series.entries)
     charts: dict[tuple[Group, str], Chart] = {}
     for index, curve in curves:
-        group = _group(curve)
+        group = group_of(curve)
         chart = charts.setdefault((group, contest.setting(curve.key)), Chart(group, axes))
         for position, axis in enumerate(axes):
             line = averaged(curve, axis)
@@ -477,10 +468,6 @@ def curve_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours) 
         f'<div class="controls">{tabs}{figures.legend(number)}</div>'
         f"{series.key_to_reports()}{_grid(charts, figures, number, series.entries)}"
     )
-
-
-def _group(figure: Row | Curve) -> Group:
-    return figure.metric, figure.unit, figure.direction
 
 
 def _drawn_curves(shown: Sequence[Shown]) -> list[tuple[int, Curve]]:
@@ -501,11 +488,11 @@ def scaling_groups(shown: Sequence[Shown]) -> list[Group]:
     for index, item in enumerate(shown):
         for row in item.report.rows:
             if _is_scaling(row):
-                group = _group(row)
+                group = group_of(row)
                 numbers.setdefault((index, group), {})[row.key[WORKERS]] = True
         for curve in item.report.curves:
             if WORKERS in axes_of([curve]):
-                group = _group(curve)
+                group = group_of(curve)
                 numbers.setdefault((index, group), {}).update(
                     {number: True for points in curve.starts for number in points.get(WORKERS, [])}
                 )
@@ -524,7 +511,7 @@ def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours
         (index, row)
         for index, item in enumerate(shown)
         for row in item.report.rows
-        if _is_scaling(row) and _group(row) in groups
+        if _is_scaling(row) and group_of(row) in groups
     ]
     predicted = [
         (index, curve)
@@ -541,13 +528,13 @@ def scaling_plots(shown: Sequence[Shown], figures: PageFigures, colours: Colours
     charts: dict[tuple[Group, str], Chart] = {}
     measured: dict[tuple[Group, str, str, int], list[Row]] = {}
     for index, row in rows:
-        name = (_group(row), contest.setting(row.key), contest.contender(row.key), index)
+        name = (group_of(row), contest.setting(row.key), contest.contender(row.key), index)
         measured.setdefault(name, []).append(row)
     for (group, setting, contender, index), found in measured.items():
         chart = charts.setdefault((group, setting), Chart(group, (WORKERS,)))
-        chart.add(0, _over_workers(found), **series.about(contender, index), style="points")
+        chart.add(0, line_over(WORKERS, found), **series.about(contender, index), style="points")
     for index, curve in predicted:
-        group = _group(curve)
+        group = group_of(curve)
         chart = charts.setdefault((group, contest.setting(curve.key)), Chart(group, (WORKERS,)))
         line = averaged(curve, WORKERS)
         if line is not None:
@@ -568,11 +555,12 @@ SCALING_HOW = (
 )
 
 
-def _over_workers(rows: list[Row]) -> Line:
-    ordered = sorted(rows, key=lambda row: float(row.key[WORKERS]))
+def line_over(name: str, rows: list[Row]) -> Line:
+    """A line through rows that differ by a number in their key: medians, and how far starts reach."""
+    ordered = sorted(rows, key=lambda row: float(row.key[name]))
     medians = [start_medians(row) for row in ordered]
     return Line(
-        x=[float(row.key[WORKERS]) for row in ordered],
+        x=[float(row.key[name]) for row in ordered],
         mean=[percentile(row.samples, 50) for row in ordered],
         low=[min(values) for values in medians],
         high=[max(values) for values in medians],
@@ -659,8 +647,7 @@ def histogram_plots(shown: Sequence[Shown], figures: PageFigures, colours: dict[
         contender = contest.contender(row.key)
         is_alone = len(contenders) == 1
         colour = item.number if is_alone else colours.setdefault(contender, len(colours))
-        names = (item.label, contender, contest.setting(row.key))
-        title = " · ".join(name for name in names if name)
+        title = dotted(item.label, contender, contest.setting(row.key))
         found.setdefault(title, (colour, []))[1].append(row)
     parts = [titled(title, _bars(of_one, colour, figures)) for title, (colour, of_one) in found.items()]
     return beside_one_another(*parts)
@@ -705,8 +692,8 @@ def wait_plots(shown: Sequence[Shown], figures: PageFigures) -> str:
     contest = Contest((row.key for _, row in rows), aside=(WAITING, AWAITED))
     maps: dict[str, list[Row]] = {}
     for item, row in rows:
-        names = (item.label, contest.contender(row.key), contest.setting(row.key))
-        maps.setdefault(" · ".join(name for name in names if name), []).append(row)
+        name = dotted(item.label, contest.contender(row.key), contest.setting(row.key))
+        maps.setdefault(name, []).append(row)
     longest = max(mean_of(row.samples) for _, row in rows)
     parts = [titled(name, _wait_map(found, longest, figures)) for name, found in maps.items()]
     return beside_one_another(*parts, kind="narrow")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from shoal.report.plots import Section, Shown
-from shoal.report.schema import Report, Row, Scalar, flatten, text
+from shoal.report.plots import Section, Shown, dotted
+from shoal.report.schema import Report, Row, Scalar, flatten, is_number, text
 from shoal.report.statistics import percentile, start_medians
 from shoal.report.units import digits
 from shoal.report.words import figure_scale, key_label, key_words, metric_words, sentence_case
@@ -169,7 +169,7 @@ def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> str:
             f"<td class=number>{escape(scale.format(figure.value))}</td>"
             f"{f'<td class=number>{ours}</td>' if has_ours else ''}</tr>"
         )
-    about = " · ".join(part for part in (item.label, document.source, document.hardware) if part)
+    about = dotted(item.label, document.source, document.hardware)
     said = (
         f"These are for other settings and cannot be compared with this report: {'; '.join(differences)}."
         if differences
@@ -204,10 +204,9 @@ def _is_equal(config: Mapping[str, Any], name: str, value: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " and ".join(map(_shown, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (
-        f"{value:,}" if isinstance(value, int) and is_number else digits(value) if is_number else text(value)
-    )
+    if not is_number(value):
+        return text(value)
+    return f"{value:,}" if isinstance(value, int) else digits(value)
 
 
 def _row_of(report: Report, figure: Published) -> Row | None:

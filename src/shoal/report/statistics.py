@@ -70,24 +70,11 @@ class Summary:
     mean: float
     spread: float
     """Sample standard deviation (n - 1) over all samples; 0 for a single one."""
-    minimum: float
-    maximum: float
-    p50: float
-    p75: float
-    p90: float
-    p95: float
-    start_medians: tuple[float, ...]
+    median: float
+    percentiles: dict[int, float]
+    """Those of p50 to p95 for which there are samples enough."""
     noise_percent: float | None
     """What `noise_floor` says of the row."""
-
-    @property
-    def known_percentiles(self) -> tuple[float | None, ...]:
-        """p50 to p95, None for one beyond which not even one of these samples would lie."""
-        values = (self.p50, self.p75, self.p90, self.p95)
-        return tuple(
-            value if is_known(self.num_samples, q) else None
-            for q, value in zip(PERCENTILES, values, strict=True)
-        )
 
 
 def summarize(row: Row) -> Summary | None:
@@ -95,20 +82,13 @@ def summarize(row: Row) -> Summary | None:
     samples = sorted(row.samples)
     if not samples:
         return None
-    mean = mean_of(samples)
-    p50, p75, p90, p95 = (_at(samples, q) for q in PERCENTILES)
     return Summary(
         num_starts=len(row.starts),
         num_samples=len(samples),
-        mean=mean,
+        mean=mean_of(samples),
         spread=math.sqrt(variance_of(samples)) if len(samples) > 1 else 0.0,
-        minimum=samples[0],
-        maximum=samples[-1],
-        p50=p50,
-        p75=p75,
-        p90=p90,
-        p95=p95,
-        start_medians=tuple(start_medians(row)),
+        median=_at(samples, 50),
+        percentiles=known_percentiles(samples),
         noise_percent=noise_floor(row),
     )
 

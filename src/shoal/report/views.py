@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
-from shoal.report.diff import LABELS, Diff, RowDiff, RowVerdict
+from shoal.report.diff import LABELS, TONES, Diff, RowDiff, RowVerdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, Lead, summarize
 from shoal.report.tables import Column, Line, Table
@@ -21,22 +21,20 @@ DEVIATION = "± in the table is the standard deviation over the runs."
 """For tables of text, which say how far runs lie apart; a page has the interval of their mean."""
 _MAX_NAMED = 4
 """More names share a word."""
-STYLES = {
-    RowVerdict.BETTER: "green",
-    RowVerdict.WORSE: "red",
-    RowVerdict.FAILED: "red",
-    RowVerdict.FAILED_BOTH: "red",
-    RowVerdict.FIXED: "green",
-    RowVerdict.TOO_FEW: "yellow",
-    RowVerdict.NO_DIFFERENCE: "dim",
-}
+STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "quiet": "dim"}
+"""Of a line on a terminal, by the tone of a verdict."""
+
+
+def group_of(figure: Row | Curve) -> Group:
+    """Its metric, unit and direction: what one chart or table can show together."""
+    return figure.metric, figure.unit, figure.direction
 
 
 def groups(rows: Iterable[Figure]) -> dict[Group, list[Figure]]:
-    """Rows or curves by metric, unit and direction: what one chart or table can show together."""
+    """Rows or curves by their group."""
     grouped: dict[Group, list[Figure]] = {}
     for row in rows:
-        grouped.setdefault((row.metric, row.unit, row.direction), []).append(row)
+        grouped.setdefault(group_of(row), []).append(row)
     return grouped
 
 
@@ -173,8 +171,9 @@ def report_items(report: Report) -> Items:
             if summary is None:
                 table.notes[len(table.rows)] = (f"failed: {row.error}", "red")
             else:
-                scale = scale_for(row.unit, summary.p50)
-                values = ["-" if each is None else scale.format(each) for each in summary.known_percentiles]
+                scale = scale_for(row.unit, summary.median)
+                known = summary.percentiles
+                values = [scale.format(known[q]) if q in known else "-" for q in PERCENTILES]
                 cells = [str(summary.num_starts), *values, percent(summary.noise_percent, signed=False)]
             table.rows.append((short_label(row, shared), *cells))
         items.append(table)
@@ -303,6 +302,6 @@ def _percentile_table(group: Group, rows: list[RowDiff]) -> Table:
                 )
                 is_known = change.baseline is not None and change.test is not None
                 cells.append("\n".join([*sides_of_one, percent(change.percent) if is_known else "-"]))
-        table.notes[len(table.rows)] = (verdict_text(row), STYLES[row.verdict])
+        table.notes[len(table.rows)] = (verdict_text(row), STYLES[TONES[row.verdict]])
         table.rows.append((short_label(row.baseline, shared), sides, *cells))
     return table

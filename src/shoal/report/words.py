@@ -6,11 +6,12 @@ Keys stay what they are in the report, in `RESULT` lines and in the tooltips of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.core.untrusted import visible_line
 from shoal.report.schema import Direction, Scalar, text
+from shoal.report.statistics import percentile
 from shoal.report.units import Scale, scale_for
 
 
@@ -423,6 +424,11 @@ _LARGE_RATE = 1e7
 _IN_SECONDS = frozenset({"run_seconds", "seconds_to_target", "waited"})
 """Figures that headlines and maps write in seconds, even below one."""
 _LEAST_SECONDS = 0.01
+
+
+def scale_of(metric: str, unit: str, values: Sequence[float]) -> Scale:
+    """The scale in which a page shows several values of a figure: that of their median."""
+    return figure_scale(metric, unit, percentile(list(map(abs, values)), 50) if values else 1.0)
 
 
 def figure_scale(metric: str, unit: str, reference: float) -> Scale:
