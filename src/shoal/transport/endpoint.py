@@ -12,6 +12,7 @@ from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
 from shoal.transport.messages import HasMethods, MethodTable
 from shoal.transport.network.sockets import Network, SocketNetwork
+from shoal.transport.punching import Punching
 from shoal.transport.relay import DEFAULT_LIMITS, RelayClient, RelayLimits, RelayService
 from shoal.transport.streams.transport import StreamTransport
 from shoal.transport.trust.membership import Membership
@@ -66,6 +67,8 @@ class Endpoint(HasMethods):
         introductions.answer(self)
         self.relays = RelayClient(self)
         """The way for others to call this peer where they cannot dial it."""
+        self.punching = Punching(self)
+        """Direct ways to peers that are reached through relays."""
         # the two connections that a stream passes must live on one loop
         self.relaying = RelayService(self, relaying) if relaying is not None and not helpers else None
 

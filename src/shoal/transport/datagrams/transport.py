@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import (
@@ -75,6 +76,14 @@ _REQUEST_TOO_LARGE = "its request does not fit into a datagram"
 _CLOSING_S = 1.0  # for what the system had no room for
 
 
+@dataclass(slots=True)
+class DatagramPath:
+    """A way to a peer through both routers, and when it was last used."""
+
+    peer: Peer
+    used_at_s: float
+
+
 class DatagramTransport(Transport):
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
@@ -119,6 +128,8 @@ class DatagramTransport(Transport):
         """Whether somebody looks after who may talk; else `watch` must be called before serving anybody."""
         self.sessions: dict[bytes, Session] = {}
         """By the id that packets to this peer are marked with."""
+        self.punched: dict[PeerId, DatagramPath] = {}
+        """Ways to peers that streams reach through relays, found by `transport.punching`."""
         self._membership = None if self.network.is_simulated else membership
         self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
@@ -204,10 +215,11 @@ class DatagramTransport(Transport):
         into: Into = None,
     ) -> Reply:
         """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
-        request = self._encode(peer, method, payload, buffers, deadline, _CALL)
+        there = self._way_round_relay(peer) if self.punched else peer
+        request = self._encode(there, method, payload, buffers, deadline, _CALL)
         why = _REQUEST_TOO_LARGE
         if request is not None:
-            call = await self._begin(peer, method, request, deadline, into)
+            call = await self._begin(there, method, request, deadline, into)
             try:
                 return await call.answer
             except AskOverStream as answer:
@@ -221,10 +233,11 @@ class DatagramTransport(Transport):
         self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
     ) -> None:
         """Tell without waiting for the handler; sent again until it has arrived or its time is over."""
-        request = self._encode(peer, method, payload, buffers, deadline, _ONE_WAY)
+        there = self._way_round_relay(peer) if self.punched else peer
+        request = self._encode(there, method, payload, buffers, deadline, _ONE_WAY)
         if request is None:
             return await self._streams_for(method).notify(peer, method, payload, buffers, deadline=deadline)
-        call = await self._begin(peer, method, request, deadline, None)
+        call = await self._begin(there, method, request, deadline, None)
         call.answer.add_done_callback(lambda _: call.caller.end(call))
         return None
 
@@ -244,7 +257,7 @@ class DatagramTransport(Transport):
         """A request without its id, and when it ends on the loop's clock; None when it does not fit."""
         if not self.is_open:
             self._require_open()
-        if (peer.address if type(peer) is Peer else peer).relayed_id is not None:  # type: ignore[union-attr]
+        if _relayed_id(peer) is not None:
             return None  # relays carry streams
         remaining_s, timeout_ms = time_left(method, peer, deadline)
         if buffers:
@@ -338,6 +351,21 @@ class DatagramTransport(Transport):
             raise unreachable(peer, error) from error
         self._require_open()
         return where, socket
+
+    def _way_round_relay(self, peer: Target) -> Target:
+        """Where datagrams reach a peer that streams reach through a relay, if both routers let them in."""
+        relayed_id = _relayed_id(peer)
+        path = self.punched.get(relayed_id) if relayed_id is not None else None
+        caller = self._callers.get(path.peer) if path is not None else None
+        if path is None or caller is None or caller.state is not CallerState.READY:
+            return peer
+        path.used_at_s = self.loop.time()
+        return path.peer
+
+    def let_in(self) -> None:
+        """Have sockets that were opened to ask take greetings, too: a peer behind a router greets there."""
+        for socket in self._sockets:
+            socket.is_listening = True
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -496,6 +524,10 @@ class DatagramTransport(Transport):
             self.is_watching, self._access_timer = False, None
         else:
             self.watch()
+
+
+def _relayed_id(peer: Target) -> PeerId | None:
+    return (peer.address if type(peer) is Peer else peer).relayed_id  # type: ignore[union-attr]
 
 
 def _not_sent(method: str, peer: Peer, cause: str) -> DeadlineExceeded:

@@ -13,7 +13,7 @@ import logging
 import operator
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from shoal._version import __version__
 from shoal.core import (
@@ -52,6 +52,10 @@ _MAX_ELAPSED_S = 2.0  # of one look: when this process itself stood still, the p
 _LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
 
 
+Way = Literal["direct", "punched", "relayed"]
+"""How a connection reaches its peer: dialed, dialed by both through their routers, or through a relay."""
+
+
 class _State(enum.Enum):
     GREETING = "greeting"
     READY = "ready"
@@ -77,6 +81,8 @@ class Connection(asyncio.BufferedProtocol):
         self.received_bytes = 0
         self.is_usable = False
         """Whether new calls may begin here."""
+        self.is_punched = False
+        """Whether both sides have dialed it, through their routers."""
         # twice what an honest peer may have left unread: an answer to each of its calls
         self.max_waiting_bytes = 2 * self.limits.max_calls * (frames.INLINE_BYTES + 1024)
         self._state = _State.GREETING
@@ -237,6 +243,11 @@ class Connection(asyncio.BufferedProtocol):
     def is_relayed(self) -> bool:
         """Whether its bytes pass a relay."""
         return self.peer.address.is_relayed
+
+    @property
+    def way(self) -> Way:
+        """How it reaches the peer."""
+        return "relayed" if self.is_relayed else "punched" if self.is_punched else "direct"
 
     @property
     def num_open(self) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Self
 
 from shoal.core import (
@@ -15,6 +15,7 @@ from shoal.core import (
     Deadline,
     LoopThread,
     Peer,
+    PeerBusy,
     PeerId,
     PeerLost,
     ProtocolError,
@@ -31,7 +32,7 @@ from shoal.transport.network.sockets import Accepted, Listener, Network, SocketN
 from shoal.transport.relay import Arrived, dial_through_relay
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.connection import Connection
+from shoal.transport.streams.connection import Connection, Way
 from shoal.transport.trust.membership import Membership, check_may_listen
 from shoal.transport.trust.tls import BUSY_ALERT, explain
 
@@ -42,6 +43,7 @@ SWEEP_S = 1.0  # how often busy connections are looked after
 _IDLE_SHARE = 0.25  # of the time after which an idle connection is closed: how often one looks for them
 _MAX_CLOSING_TURNS = 100
 _ABSENT = object()
+WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")  # the best one first
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
@@ -196,12 +198,12 @@ class StreamTransport(Transport):
     def connection_from(self, peer_id: PeerId, origin: Address | None = None) -> Connection | None:
         """A connection that this peer has dialed (from this origin) to this transport's own loop.
 
-        Of several the latest, a direct one where there is any.
+        Of several the latest, a direct one where there is any; one that both have dialed counts.
         """
         found = [
             connection
             for connection in self._shards[0].connections
-            if not connection.is_dialer
+            if (connection.is_punched or not connection.is_dialer)
             and connection.is_usable
             and connection.peer.id == peer_id
             and origin in (None, connection.peer.address)
@@ -213,13 +215,22 @@ class StreamTransport(Transport):
         connection = self._dialed.get(peer)
         return connection.received_bytes if connection is not None else 0
 
-    def prefer(self, peer: Peer, connection: Connection) -> None:
-        """Have further calls to a peer use another connection; calls under way end on the one before."""
-        before = self._dialed.get(peer)
-        self._dialed[peer] = connection
-        self._dialed_as[connection] = peer
-        if before is not None and before is not connection:
-            before.leave("there is a better way.")
+    def prefer(self, connection: Connection) -> None:
+        """Have further calls to a peer use this connection, not relays; calls under way end there."""
+        for peer, before in tuple(self._dialed.items()):
+            if before.is_relayed and peer.id == connection.peer.id:
+                self._dialed[peer] = connection
+                self._dialed_as[connection] = peer
+                before.leave("there is a better way.")
+
+    def ways(self) -> dict[PeerId, Way]:
+        """How each peer that there is a connection with is reached: the best way, where there are several."""
+        found: dict[PeerId, Way] = {}
+        for way in reversed(WAYS):
+            for connection in tuple(self._shards[0].connections) if self._shards else ():
+                if connection.is_usable and connection.peer.id is not None and connection.way == way:
+                    found[connection.peer.id] = way
+        return found
 
     # --- asking ---
 
@@ -251,6 +262,24 @@ class StreamTransport(Transport):
                 if attempt == _DIAL_ATTEMPTS - 1:
                     raise connection.error_for(method) from None
         raise AssertionError("unreachable")
+
+    async def call_over(
+        self, connection: Connection, method: str, payload: Any = None, *, deadline: Deadline
+    ) -> Reply:
+        """Ask over a connection that there is, whichever side has dialed it."""
+        calling = connection.calling
+        try:
+            if not calling.slots.try_take():
+                await calling.wait_for_slot(method, deadline)
+            call = calling.begin(method, payload, (), deadline, None, Mode.CALL)
+        except ConnectionRetired:
+            raise connection.error_for(method) from None
+        try:
+            return await call.answer
+        except ConnectionRetired:
+            raise connection.error_for(method) from None
+        finally:
+            calling.end(call)
 
     async def notify(
         self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
@@ -340,14 +369,45 @@ class StreamTransport(Transport):
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
         """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""
-        home = self._shards[0]
-        connection = home.add(peer, is_dialer=True)
+        connection = self._shards[0].add(peer, is_dialer=True)
+        if peer.address.is_relayed:
+            opening = dial_through_relay(self, peer, connection)
+        else:
+            opening = self.network.dial(peer.address, connection, tls=self.client_tls())
+        if (error := await self._begin(connection, peer, opening)) is not None:
+            return error
+        if connection.is_usable:  # it may have ended in the same moment
+            self._dialed[peer] = connection
+            self._dialed_as[connection] = peer
+            if peer.address.is_relayed:
+                self.on_relayed(peer)
+        return connection
+
+    async def speak_over(self, accepted: Accepted, peer: Peer, *, is_dialer: bool) -> Connection:
+        """A connection over a stream that is open, on this transport's own loop.
+
+        One of the two sides `is_dialer`, and TLS's client, whichever has opened the stream.
+        """
+        if not (is_dialer or self._has_place(accepted)):
+            raise PeerBusy("All connections are taken.", peer=peer)
+        connection = self._shards[0].add(peer, is_dialer=is_dialer)
+        tls = self.client_tls() if is_dialer else self.server_tls()
+        opening = self.network.adopt(accepted, connection, tls=tls, is_server=not is_dialer)
+        try:
+            if (error := await self._begin(connection, peer, opening)) is not None:
+                raise error
+        finally:
+            if not connection.is_connected:
+                accepted.close()
+        return connection
+
+    async def _begin(
+        self, connection: Connection, peer: Peer, opening: Coroutine[Any, Any, None]
+    ) -> ShoalError | None:
+        """Wait until a connection has what carries its bytes, and both have said hello; why it has not."""
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                if peer.address.is_relayed:
-                    await dial_through_relay(self, peer, connection)
-                else:
-                    await self.network.dial(peer.address, connection, tls=self.client_tls())
+                await opening
                 await connection.ready
         except ShoalError as error:
             return error
@@ -361,13 +421,8 @@ class StreamTransport(Transport):
             if not connection.is_usable:
                 connection.give_up()
                 if not connection.is_connected:
-                    home.remove(connection)
-        if connection.is_usable:  # it may have ended in the same moment
-            self._dialed[peer] = connection
-            self._dialed_as[connection] = peer
-            if peer.address.is_relayed:
-                self.on_relayed(peer)
-        return connection
+                    self._shards[0].remove(connection)
+        return None
 
     def _require_open(self) -> None:
         if not self._is_open:
