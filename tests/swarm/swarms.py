@@ -52,6 +52,7 @@ class World:
         self.fault = None
         self.cut = None
         self.codec = None
+        self.start_values = None
         self.optimizer = CommittedSGD(learning_rate=0.5, momentum=0.9)
         self._stack = contextlib.AsyncExitStack()
 
@@ -76,7 +77,7 @@ class World:
             transport,
             address,
             "test",
-            torch.zeros(self.num_elements),
+            torch.zeros(self.num_elements) if self.start_values is None else self.start_values,
             self.optimizer,
             settings=options.pop("settings", self.settings),
             codec=self.codec,

@@ -112,16 +112,17 @@ def test_a_round_with_clients_survives_a_fault_at_every_message(kind, clients):
         virtual(survive(kind, message, clients))
 
 
-async def suffer(seed, seconds=60.0):
+async def suffer(seed, seconds=60.0, **settings):
     """Training under random faults of ten kinds; at the end they stop, and all must agree again.
 
-    Gives how many there were of each, and what came of it.
+    Where rounds are audited, nobody is banned: all are honest. Gives how many there were of each, and what
+    came of it.
     """
     choice = random.Random(seed)
     rate = choice.choice([0.01, 0.03, 0.1])
     kinds = choice.sample(MESSAGE_FAULTS, choice.randint(2, 5))
     faults = collections.Counter()
-    async with World(seed=seed, target_samples=15, minority_after_s=30.0) as world:
+    async with World(seed=seed, target_samples=15, minority_after_s=30.0, **settings) as world:
 
         async def find():
             return [run.context.me.peer for run in world.alive().values() if run.is_member]
@@ -171,14 +172,14 @@ async def suffer(seed, seconds=60.0):
                 faults[kind] += 1
             for key, run in world.alive().items():
                 if choice.random() < 0.7:
-                    run.add(gradient(key), choice.randint(1, 9))
+                    run.add(gradient(key, world.num_elements), choice.randint(1, 9))
             await asyncio.sleep(choice.uniform(0.1, 2.0))
             world.check()
         world.fault = world.cut = None
         num_whole = 0
         for _ in range(300):
             for key, run in world.alive().items():
-                run.add(gradient(key), 5)
+                run.add(gradient(key, world.num_elements), 5)
             await asyncio.sleep(1)
             runs = list(world.alive().values())
             is_one = len({run.state.fork for run in runs}) == 1
@@ -191,6 +192,9 @@ async def suffer(seed, seconds=60.0):
         world.check()
         world.check_samples()
         assert len({run.state.fingerprint() for run in world.alive().values()}) == 1
+        assert not any(run.context.bans.num_changes for run in world.runs.values())
+        num_audited = sum(run.audits.num_audited for run in world.runs.values())
+        assert (num_audited > 0) == ("robust" in settings)
         came = [(list(run.history), run.state.fingerprint(), run.ledger.lost) for run in world.runs.values()]
         return faults, (loop.time(), world.num_calls, came)
 
@@ -198,6 +202,23 @@ async def suffer(seed, seconds=60.0):
 @pytest.mark.parametrize("seed", range(2))
 def test_random_faults(seed):
     virtual(suffer(seed, seconds=20.0))
+
+
+def test_honest_reducers_are_never_banned_under_random_faults():
+    virtual(suffer(1, seconds=20.0, num_elements=NUM_ELEMENTS, robust="centered-clip"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["centered-clip", "median"])
+def test_honest_reducers_are_never_banned_under_random_faults_of_many_seeds(kind):
+    for seed in range(300, 310):
+        virtual(suffer(seed, num_elements=NUM_ELEMENTS, robust=kind))
+
+
+def test_random_faults_with_audits_replay_to_the_bit():
+    options = {"seconds": 8.0, "num_elements": NUM_ELEMENTS, "robust": "median"}
+    assert virtual(suffer(7, **options)) == virtual(suffer(7, **options))
 
 
 def test_random_faults_replay_to_the_bit():

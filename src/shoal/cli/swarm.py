@@ -268,7 +268,7 @@ def lend_to(peer: Swarm, run: str, bandwidth: float) -> BlockingSwarmRun:
         peer,
         run,
         torch.empty(num_elements),
-        settings=SwarmSettings(bandwidth=bandwidth),
+        settings=SwarmSettings(bandwidth=bandwidth, robust=facts.model.robust),
         codec=codec_from_name(facts.codec) if facts.codec in _AVERAGED_AS_SENT else None,
         model=facts.model,
         kind=AUXILIARY,

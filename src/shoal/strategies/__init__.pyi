@@ -569,6 +569,7 @@ class SwarmTraining(_SwarmTraining):
         patience: float = 1.0,
         max_wait: float = 30.0,
         codec: str = 'none',
+        robust: Literal["none", "centered-clip", "median"] = 'none',
         overlap: Literal["none", "delayed", "streaming"] = 'none',
         fragments: int = 4,
         bandwidth: float = 0.0,

@@ -358,7 +358,8 @@ class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True):
 class SwarmOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say which run `swarm` joins, what makes a round, and how long others are waited for.
 
-    Give `target_samples` or `local_steps`. All members of a run give the same two, and the same optimizer.
+    Give `target_samples` or `local_steps`. All members of a run give the same two and `robust`,
+    and the same optimizer.
     """
 
     run: Annotated[str, Meta(description="name of the run; whoever joins under it trains one model")] = "run"
@@ -393,6 +394,10 @@ class SwarmOptions(StrategyOptions, frozen=True, kw_only=True):
     codec: Annotated[
         str,
         Meta(description="codec of what is sent: none, fp16, int8, int4, top-k:0.01, …; with error feedback"),
+    ] = "none"
+    robust: Annotated[
+        Literal["none", "centered-clip", "median"],
+        Meta(description="averages that a few liars cannot move far, and audits of those who average"),
     ] = "none"
     overlap: Annotated[
         Literal["none", "delayed", "streaming"],

@@ -98,6 +98,12 @@ class SwarmTraining(Strategy):
         **named: Any,
     ) -> None:
         super().__init__(None, options=options, **named)
+        if self._robust and self.options.codec.strip().startswith(("top-k", "sparse")):
+            raise UsageError(
+                f"robust={self._robust!r} does not go with the codec {self.options.codec!r}.",
+                cause="most of the values that a sparse codec sends are zero: so is their median.",
+                next_step="take another codec, such as int8.",
+            )
         if self.options.target_samples and self.options.local_steps > 1:
             raise UsageError(
                 "target_samples and local_steps are both given.",
@@ -156,6 +162,7 @@ class SwarmTraining(Strategy):
             codec.reseed(int.from_bytes(swarm.peer_id.digest[:4], "big"))
         settings = SwarmSettings(
             target_samples=options.target_samples,
+            robust=self._robust,
             min_peers=options.min_peers,
             patience=options.patience,
             minority_after_s=options.minority_after,
@@ -172,7 +179,7 @@ class SwarmTraining(Strategy):
             optimizer,
             settings=settings,
             codec=codec,
-            model=ModelFacts(self._vector.described, words),
+            model=ModelFacts(self._vector.described, words, self._robust),
             offers_when_asked=self._is_local,
         )
         self._closing.push(run)
@@ -218,6 +225,10 @@ class SwarmTraining(Strategy):
                 "This strategy is in no run.", next_step="call it inside `with strategy.attach(...)`."
             )
         return self._run
+
+    @property
+    def _robust(self) -> str:
+        return "" if self.options.robust == "none" else self.options.robust
 
     @property
     def _is_local(self) -> bool:
@@ -290,6 +301,8 @@ class SwarmTraining(Strategy):
                 if value
             ]
             words = ", ".join([words, *rates])
+        if self._robust:
+            words = f"{words}, averaged by {self._robust}"
         if vector.num_elements > vector.num_parameters:
             # θ ← θ − mean(θ − buffer): the committed buffers are the mean of the members'
             parts.append(OptimizerPart(vector.num_elements, CommittedSGD(1.0), has_rate=False))

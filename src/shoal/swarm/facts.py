@@ -39,6 +39,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The names and shapes of what is shared, in order."""
     rounds: str
     """Which kind of rounds, and what all members step by, in words."""
+    robust: str = ""
+    """How contributions are averaged, where not by their mean."""
 
 
 class MemberFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ them than others, so the mean is taken element by element.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,11 @@ class SampleLedger:
     def num_ready(self) -> int:
         """Samples that could go into a round now: what was only carried over waits for something new."""
         return self.num_pending if self._base else 0
+
+    @property
+    def sent(self) -> Mapping[int, Encoded]:
+        """The parts of the contribution under way, as they were sent; `settle` takes their memory back."""
+        return self._frozen.encoded if self._frozen else {}
 
     @property
     def num_under_way(self) -> int:

@@ -35,6 +35,8 @@ MAX_TENURE = 20
 """Rounds for which the same member coordinates."""
 DROP_S = 5.0
 """A commit drops a member that was silent for so long."""
+PAUSE_S = 15.0, 600.0
+"""Who is broken or lies is left out for so long, twice as long each time, up to the second."""
 MANY_MEMBERS = 64
 """From here on members speak less often, so that their coordinator hears as much as from so many."""
 BYTES_PER_S_OF_MBIT = 1e6 / 8
@@ -52,6 +54,8 @@ class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
     target_samples: int = 0
     """A round begins when all members together have so many samples; 0: when the members say they are ready.
     """
+    robust: str = ""
+    """How contributions are averaged: by `centered-clip` or `median`; empty for the mean. See `robust`."""
     min_peers: int = 1
     """No round begins with fewer members."""
     patience: float = 1.0
@@ -170,7 +174,10 @@ class MemberContext:
     """For how long this member's own loop has been held up so far: others are not silent meanwhile."""
     changed: Broadcast = field(default_factory=Broadcast)
     """Fires when one of these has changed."""
-    backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(15.0, 600.0))
+    backoff: FailureBackoff = field(default_factory=lambda: FailureBackoff(*PAUSE_S))
+    """Who sent what is not finite: this member leaves it out of the rounds that it coordinates."""
+    bans: FailureBackoff = field(default_factory=lambda: FailureBackoff(*PAUSE_S))
+    """Whose averages are proven to be wrong: it neither contributes, reduces nor coordinates, nor joins."""
     beats: AdaptiveDeadline = field(
         default_factory=lambda: AdaptiveDeadline(initial_s=1.0, floor_s=1.0, k=4.0)
     )
@@ -197,6 +204,11 @@ class MemberContext:
     def now_s(self) -> float:
         """Tells the time by which silence is judged: it stands still while this member itself is held up."""
         return asyncio.get_running_loop().time() - self.stalled_s
+
+    def is_left_out(self, member: SwarmMember, now_s: float) -> bool:
+        """Whether a plan goes without this member for a while."""
+        name = member.id_bytes
+        return self.backoff.is_paused(name, now_s) or self.bans.is_paused(name, now_s)
 
     async def watch_stalls(self) -> None:
         """Notes how long the loop is held up, by computing or by a busy machine; ends when cancelled."""

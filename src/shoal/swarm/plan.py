@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from shoal.swarm.wire import Registration, RoundPlan, SwarmMember
+from shoal.swarm.robust import capped
+from shoal.swarm.wire import MAX_SAMPLES, Registration, RoundPlan, SwarmMember
 
 SMALLEST_PART_BYTES = 16 << 10
 LARGEST_PART_BYTES = 1 << 20
@@ -54,15 +56,21 @@ def make_plan(
     reduce_s: float = 30.0,
     left_out: Sequence[int] = (),
     span: tuple[int, int] | None = None,
+    is_robust: bool = False,
 ) -> RoundPlan | None:
     """Makes the plan of a round from who has registered; None where nobody brings samples or can reduce.
 
-    Those `left_out` neither contribute nor reduce. Of the elements those in `span` are averaged, or all.
+    Those `left_out` neither contribute nor reduce. Of the elements those in `span` are averaged, or all. In a
+    robust run shares go by bandwidth, of which nobody's counts for more than four times the median: who
+    claims a fast line averages no more than that.
     """
     fitting = {
         place: registration
         for place, registration in sorted(registered.items())
-        if place not in left_out and registration.num_elements == num_elements
+        if place not in left_out
+        and registration.num_elements == num_elements
+        and 0 <= registration.samples <= MAX_SAMPLES
+        and 0 <= registration.bandwidth < math.inf
     }
     contributors = [place for place, registration in fitting.items() if registration.samples > 0]
     # where nobody can be dialed, whoever leads reduces: the others have a way to it
@@ -76,6 +84,7 @@ def make_plan(
     known = [fitting[place].bandwidth for place in reducers if fitting[place].bandwidth > 0]
     usual = statistics.median_low(known) if known else 1.0
     bandwidths = [fitting[place].bandwidth or usual for place in reducers]
+    bandwidths = capped(bandwidths) if is_robust else bandwidths
     samples = tuple(fitting[place].samples for place in contributors)
     if len(contributors) > GROUP:
         num_parts = max(1, min(max(GROUP, -(-num_elements // largest)), num_elements // smallest))
@@ -84,7 +93,7 @@ def make_plan(
         backups = tuple(_backup(owner, part, reducers) for part, owner in enumerate(tops))
         ends = tuple(first + end for end in ends)
         return RoundPlan(tuple(contributors), samples, ends, tops, backups, reduce_s, leaders)
-    wanted = shares(bandwidths, len(contributors))
+    wanted = shares(bandwidths, 2 if is_robust else len(contributors))
     # a reducer gets a part at least, so small models have fewer reducers
     num_reducers = max(1, min(sum(share > 0 for share in wanted), num_elements // smallest))
     best = sorted(range(len(reducers)), key=lambda place: (-wanted[place], place))[:num_reducers]

@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
 from shoal.swarm.ledger import FrozenContribution, SampleLedger
 from shoal.swarm.membership import MemberContext, crowd_factor
+from shoal.swarm.robust import average, capped, is_finite, squared_norm
 from shoal.swarm.wire import (
     PART,
     TAKE,
@@ -35,7 +38,9 @@ from shoal.swarm.wire import (
     TakeReply,
     TakeRequest,
     from_bitmap,
+    has_signed,
     part_digest,
+    sign,
     to_bitmap,
 )
 from shoal.tensors import (
@@ -53,13 +58,14 @@ from shoal.tensors import (
 from shoal.tensors.specs import TensorSpec
 from shoal.transport import Head, Reply
 
+log = logging.getLogger(__name__)
+
 Call = Callable[..., Coroutine[Any, Any, Reply]]
 """Calls the member at a place of the round's list: method, payload, buffers, seconds to wait, and where the
 answer's buffers should go.
 """
 
 _NUM_IN_FLIGHT = 8
-_CLIP_FACTOR = 3.0
 _SILENCE_S = 1.0
 _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
@@ -82,11 +88,15 @@ class HeldPart:
     buffers: tuple[Any, ...]
     vector: Any = None
     """The vector of all averages in which these values lie in their place, where they do."""
+    inputs: tuple[bytes, ...] = ()
+    """In a run with audits, the hash and the signature of each contributor's values."""
+    signature: bytes = b""
 
     @property
     def reply(self) -> Reply:
         """What is answered to those who take it."""
-        return Reply(TakeReply(self.digest, self.bitmap, self.refused, self.meta), self.buffers)
+        told = (self.digest, self.bitmap, self.refused, self.meta, self.inputs, self.signature)
+        return Reply(TakeReply(*told), self.buffers)
 
 
 class _Arrived(NamedTuple):
@@ -96,6 +106,8 @@ class _Arrived(NamedTuple):
     values: Any
     squared: float
     """The square of their norm."""
+    input: bytes = b""
+    """In a run with audits, the hash of what was sent, and the sender's signature."""
 
 
 def read_part(reply: Reply, vector: Any = None) -> HeldPart | None:
@@ -104,56 +116,23 @@ def read_part(reply: Reply, vector: Any = None) -> HeldPart | None:
     if given.meta is None:
         return None
     buffers = tuple(reply.buffers)
-    if part_digest(given.meta, given.bitmap, buffers) != given.digest:
+    if part_digest(given.meta, given.bitmap, buffers, given.inputs) != given.digest:
         raise LimitExceeded("A member sent the average of a part with another hash than it says.")
-    return HeldPart(given.digest, given.bitmap, given.refused, given.meta, buffers, vector)
-
-
-def squared_norm(values: Any) -> float:
-    """Sums the squares of a vector; not finite where one of its values is not.
-
-    Not by BLAS, whose threads wait for each other on a busy machine.
-    """
-    found = float(np.einsum("i,i->", values, values))
-    if np.isfinite(found) or not np.isfinite(values).all():
-        return found
-    return float(np.square(values, dtype=np.float64).sum())  # the squares are beyond float32, the values not
-
-
-def average(parts: Sequence[tuple[int, Any, float]], out: Any) -> None:
-    """Averages vectors by weight into `out`, each clipped to three times the median norm.
-
-    Each comes with its weight and its squared norm. By numpy, in one thread: on a busy machine torch's
-    threads wait for each other at every operation.
-    """
-    norms = [squared**0.5 for _, _, squared in parts]
-    limit = _CLIP_FACTOR * statistics.median(norms)
-    total = sum(weight for weight, _, _ in parts)
-    factors = [
-        weight / total * (limit / norm if limit and norm > limit else 1.0)
-        for (weight, _, _), norm in zip(parts, norms, strict=True)
-    ]
-    arrays = [array for _, array, _ in parts]
-    if len(set(factors)) == 1:
-        if len(arrays) > 1:
-            np.add(arrays[0], arrays[1], out=out)
-            for array in arrays[2:]:
-                out += array
-            out *= np.float32(factors[0])
-        else:
-            np.multiply(arrays[0], np.float32(factors[0]), out=out)
-        return
-    np.multiply(arrays[0], np.float32(factors[0]), out=out)
-    scaled = np.empty_like(out)
-    for array, factor in zip(arrays[1:], factors[1:], strict=True):
-        np.multiply(array, np.float32(factor), out=scaled)
-        out += scaled
+    told = (given.digest, given.bitmap, given.refused, given.meta)
+    return HeldPart(*told, buffers, vector, given.inputs, given.signature)
 
 
 class Reduction:
     """One member's part in the averaging of one plan."""
 
-    def __init__(self, plan: RoundPlan, me: int, where: tuple[bytes, int], context: MemberContext) -> None:
+    def __init__(
+        self,
+        plan: RoundPlan,
+        members: Sequence[SwarmMember],
+        me: int,
+        where: tuple[bytes, int],
+        context: MemberContext,
+    ) -> None:
         self.plan = plan
         self.held: dict[tuple[int, bytes], HeldPart] = {}
         """The averages that this member has, by part and hash."""
@@ -161,15 +140,24 @@ class Reduction:
         """The places of reducers and contributors that the coordinator has named lost."""
         self._gone: dict[int, None] = {}
         """Leaders of this member's group where nobody listens any more."""
+        self.receipts: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        """By part and attempt, what a reducer has signed that it has of this member, and its signature."""
         self._me = me
+        self._members = members
         self._where = where
+        # a group's average is signed by nobody: then its leader would have to be audited, too
+        self._identity = context.identity if context.settings.robust and not plan.leaders else None
         self._now_s = context.now_s
+        self._robust = context.settings.robust
+        self._weights = capped(plan.samples) if self._robust else plan.samples
         self._silence_s = _SILENCE_S * context.settings.patience
         self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
         """Who asks for an average that is not ready is answered after so long."""
         self._codec = context.codec
         self._vector = context.vector()
         """Where averages that travel as they are arrive, each part in its place."""
+        self._given: dict[tuple[int, int, int, bytes], bytes] = {}
+        """Receipts, by part, attempt, contributor and the hash of its values."""
         self._claimed: dict[int, None] = {}
         """The parts whose place has been written, or is about to be."""
         self._inbox: dict[tuple[int, int], dict[int, _Arrived]] = {}
@@ -201,9 +189,9 @@ class Reduction:
 
     # --- as a reducer ---
 
-    def receive(self, message: PartMessage, buffers: Sequence[Any]) -> None:
+    def receive(self, message: PartMessage, buffers: Sequence[Any]) -> bytes | None:
         """Takes the values of a contributor or a group; PeerRefused if they are not finite, or not for this
-        member.
+        member. With audits, gives a receipt for values that will be in the average.
         """
         key, sender, plan = (message.part, message.attempt), message.contributor, self.plan
         is_part = 0 <= message.part < plan.num_parts and 0 <= message.attempt <= 2
@@ -213,12 +201,18 @@ class Reduction:
         group = self._group(message.part, sender) if message.bitmap else {}
         if any(place not in (group if message.bitmap else self._index) for place in places):
             raise PeerRefused("This member does not reduce that part for that contributor.")
+        digest = b""
+        if self._identity is not None:
+            digest = part_digest(message.meta, b"", buffers)
+            facts = ("part", *self._where, message.part, digest)
+            if not has_signed(self._members[sender], message.signature, *facts):
+                raise PeerRefused("The values of a part are not signed by their sender.")
         inbox, settled = self._inbox.setdefault(key, {}), self._settled.setdefault(key, {})
         self._arrivals_s.setdefault(sender, []).append(self._now_s())
         if sender != self._me:
             self._heard_s[message.attempt] = self._now_s()
         if key in self._published or any(place in settled for place in places):
-            return  # it came twice, or too late
+            return self._given.get((*key, sender, digest))  # it came twice, or too late
         size = plan.size(message.part)
         tensor = decode(Encoded(message.meta, list(buffers)), 4 * size)
         fits = tensor.numel() == size and tensor.dtype == torch.float32
@@ -228,7 +222,10 @@ class Reduction:
         # a leader answers for its whole group: who is not in its average is waited for no longer
         settled |= group or dict.fromkeys(places)
         if is_finite:
-            inbox[sender] = _Arrived(places, values, squared)
+            inbox[sender] = _Arrived(places, values, squared, digest + message.signature)
+            if self._identity is not None:
+                receipt = sign(self._identity, "receipt", *self._where, *key, sender, digest)
+                self._given[*key, sender, digest] = receipt
         refused = [place for place in self._places_of(message.refused) if place in group]
         if not is_finite and not message.bitmap:
             refused.append(sender)
@@ -237,6 +234,7 @@ class Reduction:
         self._reduce_if_due(*key, self._now_s())
         if not is_finite:
             raise PeerRefused("The values of a part are not finite, or not as many as the part has.")
+        return self._given.get((*key, sender, digest))
 
     def _group(self, part: int, leader: int) -> dict[int, None]:
         """Lists the contributors for whom this member averages a part first."""
@@ -292,20 +290,27 @@ class Reduction:
         (part, attempt), plan = key, self.plan
         index = self._index
         arrived = [inbox[sender] for sender in sorted(inbox)]
-        weights = [sum(plan.samples[index[place]] for place in one.places) for one in arrived]
+        weights = [sum(self._weights[index[place]] for place in one.places) for one in arrived]
         begin, end = plan.bounds[part], plan.bounds[part + 1]
         is_in_place = attempt > 0 and self._claim(part)
         out = self._vector[begin:end] if is_in_place else np.empty(end - begin, np.float32)
         pairs = zip(weights, arrived, strict=True)
-        average([(weight, one.values, one.squared) for weight, one in pairs], out)
-        encoded = average_codec(self._codec, out).encode(torch.from_numpy(out))
+        average(self._robust, [(weight, one.values, one.squared) for weight, one in pairs], out)
+        is_audited = self._identity is not None
+        codec = audited_codec(self._codec) if is_audited else average_codec(self._codec, out)
+        encoded = codec.encode(torch.from_numpy(out))
         bitmap = to_bitmap([index[place] for one in arrived for place in one.places], len(index))
         refused_bits = to_bitmap([index[place] for place in refused], len(index))
         is_in_place = is_in_place and encoded.meta.codec == Plain.name
         buffers = tuple(encoded.buffers)
-        digest = part_digest(encoded.meta, bitmap, buffers)
+        identity = self._identity
+        inputs = () if identity is None else tuple(one.input for one in arrived)
+        digest = part_digest(encoded.meta, bitmap, buffers, inputs)
+        signature = (
+            b"" if identity is None else sign(identity, "average", *self._where, part, attempt, digest)
+        )
         vector = self._vector if is_in_place else None
-        held = HeldPart(digest, bitmap, refused_bits, encoded.meta, buffers, vector)
+        held = HeldPart(digest, bitmap, refused_bits, encoded.meta, buffers, vector, inputs, signature)
         if attempt:
             self.held[part, digest] = held
         return held
@@ -340,6 +345,8 @@ class Reduction:
         """Answers with an average of this member's or, to its group, with another's that it has taken; after
         a while that it is not ready.
         """
+        if not (0 <= part < self.plan.num_parts and 1 <= attempt <= 2):
+            raise PeerRefused("The round has no such part.")
         if self.plan.reducer(part, attempt) == self._me:
             held = await self._wait_published((part, attempt))
             return TAKE_LATER if held is None else held.reply
@@ -377,9 +384,15 @@ class Reduction:
 
         async def send(part: int, attempt: int) -> None:
             encoded = ledger.encode(frozen, part, plan.bounds[part], plan.bounds[part + 1])
-            message = PartMessage(*self._where, part, attempt, self._me, encoded.meta)
+            message, digest = PartMessage(*self._where, part, attempt, self._me, encoded.meta), b""
+            if self._identity is not None:
+                digest = part_digest(encoded.meta, b"", encoded.buffers)
+                signature = sign(self._identity, "part", *self._where, part, digest)
+                message = msgspec.structs.replace(message, signature=signature)
             target = self._target(part, attempt, self._me)
-            await self._until_lost(target, call(target, PART, message, encoded.buffers, _PART_S))
+            reply = await self._until_lost(target, call(target, PART, message, encoded.buffers, _PART_S))
+            if digest and isinstance(reply.payload, bytes):
+                self.receipts[part, attempt] = digest, reply.payload
 
         await self._deliver(due, send)
 
@@ -505,11 +518,22 @@ class Reduction:
         try:
             reply = await self._until_lost(place, call(place, TAKE, request, (), _PART_S, where))
             found = read_part(reply)
+            if found is not None:
+                self.check_signed(found, part, attempt)
         finally:
             if is_in_place and found is None:  # it came in part, or wrong
                 del self._claimed[part]
         is_in_place = is_in_place and found is not None and found.meta == plain_meta(end - begin)
         return dataclasses.replace(found, vector=self._vector) if found and is_in_place else found
+
+    def check_signed(self, held: HeldPart, part: int, attempt: int) -> None:
+        """LimitExceeded for an average that its reducer has not signed, where that is audited: nobody may
+        have it answer for another one's average.
+        """
+        reducer = self.plan.reducer(part, attempt)
+        facts = ("average", *self._where, part, attempt, held.digest)
+        if self._identity is not None and not has_signed(self._members[reducer], held.signature, *facts):
+            raise LimitExceeded("A member sent an average that its reducer has not signed.")
 
     async def _until_lost(self, place: int, calling: Coroutine[Any, Any, Reply]) -> Reply:
         """Waits for a reducer's answer, but no longer than until it is named lost: one that was stopped
@@ -563,8 +587,12 @@ async def fetch_parts(
     members: Sequence[SwarmMember],
     commit: Commit,
     held: dict[tuple[int, bytes], HeldPart],
+    reduction: Reduction | None = None,
 ) -> None:
-    """Fetches every part of a commit that is not in `held`, from whoever has it, until all are there."""
+    """Fetches every part of a commit that is not in `held`, from whoever has it, until all are there.
+
+    With the `reduction` of the commit's plan, nothing that should be signed and is not.
+    """
     plan = commit.plan
     if plan is None:
         return
@@ -580,6 +608,8 @@ async def fetch_parts(
                     continue
                 try:
                     found = read_part(await call(member, TAKE, request, (), wait_s))
+                    if found is not None and reduction is not None:
+                        reduction.check_signed(found, part, result.attempt)
                 except ShoalError as error:
                     if isinstance(error, DeadlineExceeded):  # the line may be too slow for so many at once
                         wait_s = min(2 * wait_s, _LONGEST_FETCH_S)
@@ -609,14 +639,14 @@ def assemble(
     first, last = plan.bounds[0], plan.bounds[-1]
     found = [held[part, result.digest] if result.attempt else None for part, result in enumerate(results)]
     vectors = [None if one is None else one.vector for one in found]
-    if vectors[0] is not None and all(vector is vectors[0] for vector in vectors):
-        return torch.from_numpy(vectors[0])[first:last]
+    vector = vectors[0]
+    if vector is not None and all(one is vector for one in vectors) and is_finite(vector[first:last]):
+        return torch.from_numpy(vector)[first:last]
     made = np.zeros(last - first, np.float32)
     for part, one in enumerate(found):
-        if one is not None:
-            begin, end = plan.bounds[part], plan.bounds[part + 1]
-            part_values = decode(Encoded(one.meta, list(one.buffers)), 4 * (end - begin))
-            made[begin - first : end - first] = part_values.reshape(-1).numpy()
+        values = None if one is None else _read_values(one, plan.size(part))
+        if values is not None:
+            made[plan.bounds[part] - first : plan.bounds[part + 1] - first] = values
     return torch.from_numpy(made)
 
 
@@ -630,6 +660,27 @@ def average_codec(codec: Codec, values: Any) -> Codec:
     if isinstance(codec, TopK | SparseTwoBit):
         return TopK(max(1, int(np.count_nonzero(values))) / len(values))
     return Plain()
+
+
+def audited_codec(codec: Codec) -> Codec:
+    """Chooses how an average travels that others make again: by what gives them the same bytes."""
+    if isinstance(codec, Int8):
+        return type(codec)(codec.block_size)  # without a generator of its own
+    return codec if isinstance(codec, Float16 | BFloat16) else Plain()
+
+
+def _read_values(held: HeldPart, num_elements: int) -> Any:
+    """Decodes an average; None, for all who read these bytes, where its reducer sent nonsense."""
+    try:
+        tensor = decode(Encoded(held.meta, list(held.buffers)), 4 * num_elements)
+    except ShoalError as error:
+        log.warning("the average of a part cannot be read, and is taken for zero: %s", error)
+        return None
+    values = tensor.reshape(-1).numpy()
+    is_right = len(values) == num_elements and values.dtype == np.float32 and is_finite(values)
+    if not is_right:
+        log.warning("the average of a part has values that are not finite, or too few: it is taken for zero")
+    return values if is_right else None
 
 
 def plain_meta(num_elements: int) -> EncodedMeta:

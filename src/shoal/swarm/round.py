@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from shoal.core import Deadline, LimitExceeded, Scope, ShoalError, fanout
+from shoal.core import Deadline, LimitExceeded, ProtocolError, Scope, ShoalError, fanout
 from shoal.swarm.ballots import (
     Acceptor,
     BallotTally,
@@ -51,12 +52,14 @@ from shoal.swarm.membership import (
 )
 from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
+from shoal.swarm.robust import capped
 from shoal.swarm.wire import (
     ABORT,
     COMMIT,
     END,
     FOLLOW,
     GATHER,
+    MAX_SAMPLES,
     REDUCE,
     REGISTER,
     STEP,
@@ -83,6 +86,9 @@ ballot's owner is asked; doubled with every ballot of a round."""
 LONGEST_SILENCE_S = 8.0
 ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
+MAX_BALLOTS_AHEAD = 256
+"""Nobody who is honest is so far ahead; each ballot that is told of takes memory until the round is over."""
+_MAX_DOUBLINGS = 16
 _RETRY_S = 0.1
 _TICK_S = 0.25
 _LONGEST_REGISTER_S = 15.0
@@ -217,7 +223,11 @@ class SwarmRound:
     def _silence_s(self, ballot: int) -> float:
         context = self._context
         base_s: float = min(max(SILENCE_S, context.beats.timeout_s()), LONGEST_SILENCE_S)
-        return context.settings.patience * self._crowd * min(base_s * float(2**ballot), LONGEST_SILENCE_S)
+        return (
+            context.settings.patience
+            * self._crowd
+            * min(base_s * float(2 ** min(ballot, _MAX_DOUBLINGS)), LONGEST_SILENCE_S)
+        )
 
     @property
     def _patient_s(self) -> float:
@@ -234,6 +244,10 @@ class SwarmRound:
             silence_s = self._silence_s(ballot) * (GONE_SHARE if has_ended else 1.0)
             left_s = heard_s + silence_s - self._now()
             wanted = self._wanted_ballot()
+            if ballot < self._num_voters and self._context.bans.is_paused(
+                self.members[owner].id_bytes, self._now()
+            ):
+                left_s = 0.0  # a liar coordinates nothing, unless all others do not answer
             if left_s <= 0 or wanted is not None:
                 # the owner is silent, or others wait for this member to lead a higher ballot
                 if left_s <= 0:
@@ -259,7 +273,11 @@ class SwarmRound:
                     if statement in self._signed:
                         self._signed[statement] = b""
                     self._suspects.pop(owner, None)
-                    self._take_in(ballot, status)
+                    try:
+                        self._take_in(ballot, status)
+                    except (ProtocolError, ValueError) as error:
+                        log.warning("round %d: %s: %s", self.number, self.members[owner].short, error)
+                        heard_s = -math.inf  # as if it were silent
                     continue
                 if status.problem == "too old":
                     raise LimitExceeded(f"The run has left round {self.number} behind.")
@@ -342,6 +360,8 @@ class SwarmRound:
         """Acts on what the owner of a ballot said."""
         if status.has_quorum:
             self._quorum_s = self._now()
+        if status.ballot > self.ballot + MAX_BALLOTS_AHEAD:
+            raise ProtocolError(f"It tells of ballot {status.ballot}.")
         if status.ballot > ballot:
             self.acceptor.promise(status.ballot)
         if status.stage == REGISTER:
@@ -352,23 +372,30 @@ class SwarmRound:
             self.reduction.name_lost(status.lost)
         accepted = self.acceptor.accepted
         if status.finished is not None:
-            self.decide(status.finished)
+            self.decide(self._checked(status.finished))
         elif status.decided and accepted is not None and accepted.digest == status.decided:
             self.decide(accepted)
         elif status.decision is not None:
-            self.decide(lengthen(status.decision, self.members, self.plan))
+            self.decide(self._checked(lengthen(status.decision, self.members, self.plan)))
         elif (
             status.proposal is not None
             and self._context.me.votes
             and ballot not in self._considered
             and self._scope is not None
         ):
-            proposal = lengthen(status.proposal, self.members, self.plan)
+            proposal = self._checked(lengthen(status.proposal, self.members, self.plan))
             if self._is_proposed(ballot, proposal, status.proposed):
                 self._considered[ballot] = None
                 self._proposed[ballot] = status.proposed
                 self._scope.start_soon(self._consider(ballot, proposal), name="consider a proposal")
         self.stage = status.stage
+
+    def _checked(self, commit: Commit) -> Commit:
+        """Gives back a commit that this round can have; ProtocolError for another one."""
+        is_ours = (commit.fork, commit.round, commit.previous) == (self.fork, self.number, self.state)
+        if not is_ours or not commit.fits(len(self.members), self._context.ledger.num_elements):
+            raise ProtocolError("A commit came that this round cannot have.")
+        return commit
 
     def _is_proposed(self, ballot: int, value: Commit, signature: bytes) -> bool:
         """Whether the owner of a ballot has signed that it proposes this."""
@@ -391,8 +418,10 @@ class SwarmRound:
         """Starts this member's part in the averaging."""
         if self.plan is not None or self._scope is None:
             return
+        if not plan.fits(len(self.members), self._context.ledger.num_elements):
+            raise ProtocolError("A plan came that this round cannot have.")
         self.plan = plan
-        self.reduction = Reduction(plan, self.me, (self.fork, self.number), self._context)
+        self.reduction = Reduction(plan, self.members, self.me, (self.fork, self.number), self._context)
         self.reduction.held = self.held
         self._scope.start_soon(self.reduction.reduce(), name="reduce")
         self._scope.start_soon(self.reduction.lead(self._call), name="lead a group")
@@ -413,9 +442,10 @@ class SwarmRound:
 
     async def hold(self, commit: Commit) -> None:
         """Fetches every part of a commit that is not here and is not on its way, from whoever has it."""
-        if self.reduction is not None and commit.plan == self.plan:
-            await self.reduction.wait_taken()
-        await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held)
+        reduction = self.reduction if commit.plan == self.plan else None
+        if reduction is not None:
+            await reduction.wait_taken()
+        await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held, reduction)
 
     # --- serving those who follow ---
 
@@ -426,8 +456,14 @@ class SwarmRound:
             return RoundStatus(problem="not a member")
         if request.state != self.state:
             return RoundStatus(problem="another state")
-        if ballot_owner(self.members, request.ballot) != self.me:
+        ballot = request.ballot
+        if (
+            not 0 <= ballot <= self.ballot + MAX_BALLOTS_AHEAD
+            or ballot_owner(self.members, ballot) != self.me
+        ):
             return RoundStatus(problem="another member's ballot")
+        if request.accepted is not None:
+            self._checked(request.accepted)
         if not self._is_signed(request):
             return RoundStatus(problem="not signed")
         presence = self._context.presence[request.member] = MemberPresence(self._now())
@@ -700,16 +736,18 @@ class SwarmRound:
             return False
         if now_s < context.not_before_s:
             return False
-        samples, is_ready = context.ledger.num_ready, [context.is_ready]
+        samples, is_ready = [context.ledger.num_ready], [context.is_ready]
         for place, follower in self._followers.items():
-            is_paused = context.backoff.is_paused(self.members[place].id_bytes, now_s)
-            if self.members[place].votes and self._is_present(place, now_s) and not is_paused:
-                samples += follower.samples
+            is_left_out = context.is_left_out(self.members[place], now_s)
+            if self.members[place].votes and self._is_present(place, now_s) and not is_left_out:
+                samples.append(min(max(follower.samples, 0), MAX_SAMPLES))
                 is_ready.append(follower.is_ready)
         target = context.settings.target_samples
+        if context.settings.robust:
+            samples = capped(samples, target // self._num_voters)
         if target:
-            return samples >= target
-        return samples > 0 and any(is_ready) and 2 * sum(is_ready) >= len(is_ready)
+            return sum(samples) >= target
+        return any(samples) and any(is_ready) and 2 * sum(is_ready) >= len(is_ready)
 
     def _needs_commit(self) -> bool:
         """Whether somebody waits to join or leave, is gone, or the fork should end."""
@@ -747,10 +785,9 @@ class SwarmRound:
             context.ledger.num_elements,
             bytes_per_element=context.settings.bytes_per_element,
             reduce_s=reduce_s * context.settings.patience,
+            is_robust=bool(context.settings.robust),
             left_out=[
-                place
-                for place, member in enumerate(self.members)
-                if context.backoff.is_paused(member.id_bytes, now_s)
+                place for place, member in enumerate(self.members) if context.is_left_out(member, now_s)
             ],
             span=self._span,
         )
@@ -851,6 +888,8 @@ class SwarmRound:
         latest: dict[bytes, SwarmMember] = {}
         for joiner, (heard_s, number) in sorted(context.joiners.items(), key=lambda one: one[1][0]):
             if joiner in self.members or number < self.number - 1 or now_s - heard_s >= limit_s:
+                continue
+            if context.bans.is_paused(joiner.id_bytes, now_s):
                 continue
             if joiner.is_reachable and joiner not in context.reached:
                 context.try_to_reach(joiner)

@@ -41,6 +41,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.core.rates import RateLimiter
+from shoal.swarm.audits import AuditKeeper
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
 from shoal.swarm.ledger import SampleLedger
@@ -50,17 +51,20 @@ from shoal.swarm.reduction import HeldPart, Reduction, assemble, fetch_parts
 from shoal.swarm.round import SwarmRound
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import (
+    AUDIT,
     COMMITS,
     END,
     FOLLOW,
     FORK,
     GATHER,
     JOIN,
+    MAX_CONTRIBUTORS,
     MEET,
     PART,
     STEP,
     TAKE,
     TRAINER,
+    AuditMessage,
     Broadcast,
     Commit,
     CommitsRequest,
@@ -79,6 +83,7 @@ from shoal.swarm.wire import (
 from shoal.tensors import Codec, Plain
 from shoal.tensors.transfer import HeldState, StateDonor
 from shoal.transport import Head, Reply, ThrottledTransport, Transport
+from shoal.transport.limits import Complaints
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Into
 
@@ -95,6 +100,9 @@ MAX_KEPT_BYTES = 2 << 30
 MAX_COMMITS = 64
 """Commits that are told at once."""
 MAX_HISTORY = 4096
+MAX_REQUESTS_A_S = 100
+"""Messages of one peer, but for parts and averages; four seconds' worth at once."""
+MAX_JOINERS = 1024
 DONOR_SHARE = 0.25
 """Of a member's upload that those who join get at most while values are averaged."""
 MEET_S = 10.0
@@ -133,6 +141,7 @@ _REQUESTS: dict[str, Any] = {
     COMMITS: CommitsRequest,
     MEET: MeetRequest,
     FORK: ForkRequest,
+    AUDIT: AuditMessage,
 }
 
 
@@ -224,6 +233,8 @@ class SwarmRun:
         self._donor = StateDonor(transport, self._donor_pause_s)
         self._donor_limiter = RateLimiter(0.0, 0.0)
         self._donated_bytes_per_s = 0.0
+        self._requests = RateLimiter(MAX_REQUESTS_A_S, burst=4 * MAX_REQUESTS_A_S)
+        self._complaints = Complaints(log)
         self._pins: list[_Pin] = []
         """States for those who join, the oldest first."""
         self._listed_since: dict[SwarmMember, int] = {}
@@ -253,6 +264,7 @@ class SwarmRun:
         self.context.try_to_reach = self._try_to_reach
         self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
         self._standing = StandingScope(f"run {run}")
+        self.audits = AuditKeeper(self.context, self._start_soon)
         serve: dict[str, Any] = {
             FOLLOW: self._serve_follow,
             PART: self._serve_part,
@@ -261,6 +273,7 @@ class SwarmRun:
             COMMITS: self._serve_commits,
             MEET: self._serve_meet,
             FORK: self._serve_fork,
+            AUDIT: self._serve_audit,
         }
         self._serve = serve
         for method, handler in serve.items():
@@ -400,13 +413,17 @@ class SwarmRun:
     def _become_another(self) -> None:
         """Is another member from now on: the old one never votes again."""
         self.context.me = self._new_member()
-        self._contacts = [member.peer for member in self.members] or self._contacts
+        self._contacts = _peers_of(self.members) or self._contacts
         self.members = ()
 
     def _apply(self, commit: Commit, held: dict[tuple[int, bytes], HeldPart], place: int) -> None:
         is_step = commit.kind == STEP and self.state.has_values
         average = assemble(commit.plan, commit.parts, held) if is_step and commit.plan else None
         self.state.apply(commit, average)
+        round_ = self.round
+        if place >= 0 and self.state.has_values and round_ is not None and commit.round == round_.number:
+            receipts = round_.reduction.receipts if round_.reduction is not None else {}
+            self.audits.begin(commit, round_.members, place, held, self.ledger.sent, receipts)
         self.ledger.settle(commit, place)
         self.history.append((self.state.fork, commit.round, self.state.name))
         self.num_commits += 1
@@ -436,7 +453,7 @@ class SwarmRun:
         self._listed_since = {member: since.get(member, commit.round + 1) for member in listed}
         if commit.kind == END:
             context.end = None
-            self._contacts = [member.peer for member in commit.winner_members if member.is_callable]
+            self._contacts = _peers_of(commit.winner_members)
             self.members = commit.winner_members
             self._become_another()
         elif context.me not in commit.members and place >= 0:
@@ -519,6 +536,9 @@ class SwarmRun:
     def _wake(self) -> None:
         if self.round is not None:
             self.round.wake()
+
+    def _start_soon(self, coroutine: Any, *, name: str) -> None:
+        self._standing.scope.start_soon(coroutine, name=name)
 
     def _new_vector(self) -> Any:
         view = self._vectors.allocate(_FLOAT_BYTES * self.state.num_elements)
@@ -675,7 +695,9 @@ class SwarmRun:
         await self._tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
 
     async def _hold_slowly(self, commit: Commit, members: Sequence[SwarmMember]) -> bool:
-        """Applies a commit once all its parts are here; False where they come no more."""
+        """Applies a commit once all its parts are here; False where they come no more, or it is none."""
+        if not commit.fits(MAX_CONTRIBUTORS, self.state.num_elements):
+            return False
         held: dict[tuple[int, bytes], HeldPart] = {}
         num_held = -1
         while not await self._hold(commit, held, members):
@@ -796,6 +818,7 @@ class SwarmRun:
     def _answering(self, handler: Callable[[Any, Sequence[memoryview]], Awaitable[Any]]) -> Any:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
             self._check_sender(head)
+            self._check_rate(head)
             answer = await handler(head.payload, buffers)
             if not isinstance(answer, Reply):
                 return Reply(answer)
@@ -808,6 +831,14 @@ class SwarmRun:
             return Reply(answer.payload, answer.buffers, lambda: upload.end(loop.time(), num_bytes))
 
         return serve
+
+    def _check_rate(self, head: Head) -> None:
+        """PeerBusy where a peer asks too often; how many parts there are the plan says."""
+        who = head.peer.id or head.peer.address
+        if head.method in (PART, TAKE) or self._requests.allows(asyncio.get_running_loop().time(), who):
+            return
+        self._complaints.add(f"too many messages {head.method}", head.peer, f"{MAX_REQUESTS_A_S} a second")
+        raise PeerBusy(f"This peer asks {head.method} too often.")
 
     def _check_sender(self, head: Head) -> None:
         """PeerRefused for a message in another's name: members speak for themselves."""
@@ -855,8 +886,8 @@ class SwarmRun:
             return RoundStatus(problem="not there yet")
         return await round_.serve_follow(request)
 
-    async def _serve_part(self, message: PartMessage, buffers: Sequence[memoryview]) -> None:
-        (await self._reduction_of(message.fork, message.round)).receive(message, buffers)
+    async def _serve_part(self, message: PartMessage, buffers: Sequence[memoryview]) -> bytes | None:
+        return (await self._reduction_of(message.fork, message.round)).receive(message, buffers)
 
     async def _reduction_of(self, fork: bytes, number: int) -> Reduction:
         """Gives the averaging of a round; PeerBusy when there is no plan soon."""
@@ -891,8 +922,7 @@ class SwarmRun:
             if is_mine and request.member not in self.context.reached:
                 self._try_to_reach(request.member)  # while it still takes the state
             if request.round >= 0:
-                now_s = self.context.now_s()
-                self.context.joiners[request.member] = (now_s, request.round)
+                self._note_joiner(request.member, request.round)
             elif pin is None and not any(map(self._is_fresh, self._pins)):
                 self.context.wants_pin = True
             self._wake()
@@ -913,6 +943,15 @@ class SwarmRun:
             trusted=tuple(place for place, number in enumerate(since) if number <= trusted_round),
         )
 
+    def _note_joiner(self, member: SwarmMember, number: int) -> None:
+        """Notes that a peer wants to be listed; it is one member, whatever it says."""
+        joiners, name = self.context.joiners, member.id_bytes
+        for known in [one for one in joiners if one.id_bytes == name and one != member]:
+            del joiners[known]
+        if member not in joiners and len(joiners) >= MAX_JOINERS:
+            raise PeerBusy("Too many want to join at once.")
+        joiners[member] = (self.context.now_s(), min(number, self.state.round))
+
     async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
         if request.fork != self.state.fork:
             raise PeerRefused("This member is in another fork.")
@@ -920,6 +959,11 @@ class SwarmRun:
         if any(number not in self._finished for number in numbers):
             raise PeerRefused("This member does not keep commits that old.")
         return [self._finished[number].commit for number in numbers]
+
+    async def _serve_audit(self, message: AuditMessage, buffers: Sequence[memoryview]) -> None:
+        if not self.audits.is_on:
+            raise PeerRefused("Nothing is audited in this run.")
+        await self.audits.serve_audit(message, buffers)
 
     async def _serve_fork(self, request: ForkRequest, buffers: Sequence[memoryview]) -> bool:
         if self.round is None or not self.is_member:
@@ -937,6 +981,10 @@ def _read(payload: Any, kind: Any) -> Any:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise PeerRefused(f"A member answered with something else: {error}") from None
+
+
+def _peers_of(members: Sequence[SwarmMember]) -> list[Peer]:
+    return [member.peer for member in members if member.is_callable]
 
 
 def _num_bytes(buffers: Sequence[Any]) -> int:

@@ -11,6 +11,7 @@ order, so a member behind a router takes part fully. All requests can come twice
     swarm.join     to any member: where the run is, and that I want to be listed
     swarm.fork     to members that are without a quorum as I am
     swarm.meet     to a member of another fork of the same run
+    swarm.audit    to an auditor: my values of a part again; to all: what proves that its reducer has lied
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +27,13 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from shoal.core import Address, Peer, PeerId
+from shoal.core import Address, Peer, PeerId, ProtocolError
 from shoal.core.identity import Identity
+from shoal.core.ids import ID_BYTES
 from shoal.tensors import EncodedMeta
 
 FOLLOW, PART, TAKE, COMMITS = "swarm.follow", "swarm.part", "swarm.take", "swarm.commits"
-JOIN, FORK, MEET = "swarm.join", "swarm.fork", "swarm.meet"
+JOIN, FORK, MEET, AUDIT = "swarm.join", "swarm.fork", "swarm.meet", "swarm.audit"
 
 STEP, ABORT, END = "step", "abort", "end"
 """What a commit does: moves the parameters, leaves them, or ends the fork in favour of another."""
@@ -40,6 +43,17 @@ TRAINER, AUXILIARY = "trainer", "auxiliary"
 
 GATHER, REGISTER, REDUCE, COMMIT = "gather", "register", "reduce", "commit"
 """The stages of a round."""
+
+
+MAX_SAMPLES = 1 << 40
+"""A member brings no more to a round: sums of many rounds must fit into what travels."""
+MAX_CONTRIBUTORS = 1 << 16
+_LARGEST, _LARGEST_PORT, _LONGEST_HOST = 1 << 62, 65_535, 255
+
+
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"{what} cannot be right")
 
 
 class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -53,6 +67,13 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Whether others can dial it; who cannot be dialed neither coordinates nor reduces. A member says so of
     itself, and a coordinator that has tried says it in its commit."""
     kind: str = TRAINER
+
+    def __post_init__(self) -> None:
+        """ValueError for what is no member, so that a message with one is refused."""
+        _require(len(self.id_bytes) == ID_BYTES and 0 <= self.start_number < _LARGEST, "the member's id")
+        _require(0 <= self.port <= _LARGEST_PORT and len(self.host) <= _LONGEST_HOST, "the member's address")
+        _require(bool(self.host) or not self.is_callable, "the member's address")
+        _require(self.kind in (TRAINER, AUXILIARY), "the member's kind")
 
     @property
     def votes(self) -> bool:
@@ -96,6 +117,24 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     """After so long a reducer averages what has come."""
     leaders: tuple[tuple[int, ...], ...] = ()
     """Where there are many contributors: for each group, who averages which part for it, -1 for nobody."""
+
+    def __post_init__(self) -> None:
+        """ValueError for lists that do not fit together."""
+        num = len(self.reducers)
+        _require(0 < len(self.contributors) == len(self.samples) <= MAX_CONTRIBUTORS, "the contributors")
+        _require(all(a < b for a, b in itertools.pairwise(self.contributors)), "the contributors' order")
+        _require(self.contributors[0] >= 0, "the contributors' places")
+        _require(all(0 < samples <= MAX_SAMPLES for samples in self.samples), "the samples")
+        _require(num > 0 and len(self.bounds) == num + 1 and self.bounds[0] >= 0, "the number of parts")
+        _require(all(a < b for a, b in itertools.pairwise(self.bounds)), "the bounds of parts")
+        lists = (self.reducers, self.backups, *self.leaders)
+        _require(all(len(places) == num and min(places) >= -1 for places in lists), "who averages")
+        _require(min(self.reducers) >= 0 and 0 < self.reduce_s < _LARGEST, "who averages, or for how long")
+
+    def fits(self, num_members: int, num_elements: int) -> bool:
+        """Tells whether it is of so many members, and of no more than so many parameters."""
+        lists = (self.contributors, self.reducers, self.backups, *self.leaders)
+        return self.bounds[-1] <= num_elements and max(map(max, lists)) < num_members
 
     @property
     def num_elements(self) -> int:
@@ -148,6 +187,22 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, dict=True):
     winner: bytes = b""
     winner_members: tuple[SwarmMember, ...] = ()
     """For an end: which fork goes on, and whom to ask there."""
+
+    def __post_init__(self) -> None:
+        """ValueError for what no round decides, and for members that are listed twice."""
+        _require(self.kind in (STEP, ABORT, END) and 0 <= self.round < _LARGEST, "the commit's kind")
+        _require(len(dict.fromkeys(self.members)) == len(self.members), "the list of members")
+        for result in self.parts:
+            _require(0 <= result.attempt <= 2 and len(result.bitmap) <= MAX_CONTRIBUTORS // 8, "a part")
+
+    def fits(self, num_members: int, num_elements: int) -> bool:
+        """Tells whether its plan is of so many members and parameters, and its parts are the plan's."""
+        plan = self.plan
+        if self.kind != STEP or plan is None:
+            return self.kind != STEP
+        bitmaps = dict.fromkeys(result.bitmap for result in self.parts)
+        is_known = all(int.from_bytes(bitmap, "little") >> len(plan.contributors) == 0 for bitmap in bitmaps)
+        return is_known and len(self.parts) == plan.num_parts and plan.fits(num_members, num_elements)
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -243,6 +298,8 @@ class PartMessage(msgspec.Struct, frozen=True):
     """Whose average it is, where the sender leads a group: a bit for each contributor of the plan."""
     refused: bytes = b""
     """Contributors of the group that sent what is not finite."""
+    signature: bytes = b""
+    """The sender's, in a run with audits."""
 
 
 class TakeRequest(msgspec.Struct, frozen=True):
@@ -263,6 +320,26 @@ class TakeReply(msgspec.Struct, frozen=True):
     refused: bytes = b""
     """Contributors that sent what is not finite."""
     meta: EncodedMeta | None = None
+    inputs: tuple[bytes, ...] = ()
+    """In a run with audits, for each contributor that is in it: the hash of its values, and its signature."""
+    signature: bytes = b""
+    """The reducer's, in a run with audits."""
+
+
+class AuditMessage(msgspec.Struct, frozen=True):
+    """One contributor's values of a part that is audited, which follow as buffers; or a receipt for values
+    that a reducer has left out.
+    """
+
+    fork: bytes
+    round: int
+    part: int
+    member: SwarmMember
+    """Who sends this."""
+    contributor: int
+    meta: EncodedMeta | None = None
+    digest: bytes = b""
+    receipt: bytes = b""
 
 
 class CommitsRequest(msgspec.Struct, frozen=True):
@@ -355,9 +432,13 @@ class Broadcast:
             return
 
 
-def part_digest(meta: EncodedMeta, bitmap: bytes, buffers: Sequence[Any]) -> bytes:
-    """Computes the hash by which a commit names the average of a part."""
-    found = hashlib.sha256(msgspec.msgpack.encode((meta, bitmap)))
+def part_digest(
+    meta: EncodedMeta, bitmap: bytes, buffers: Sequence[Any], inputs: tuple[bytes, ...] = ()
+) -> bytes:
+    """Computes the hash by which a commit names the average of a part, and a signature a contributor's
+    values.
+    """
+    found = hashlib.sha256(msgspec.msgpack.encode((meta, bitmap, inputs) if inputs else (meta, bitmap)))
     for buffer in buffers:
         found.update(memoryview(buffer).cast("B"))
     return found.digest()
@@ -395,6 +476,7 @@ def to_bitmap(places: Sequence[int], num: int) -> bytes:
 
 
 def from_bitmap(bitmap: bytes) -> list[int]:
-    """Lists the bits that are set."""
-    value = int.from_bytes(bitmap, "little")
-    return [place for place in range(8 * len(bitmap)) if value >> place & 1]
+    """Lists the bits that are set; ProtocolError for more than there can be."""
+    if len(bitmap) > MAX_CONTRIBUTORS // 8:
+        raise ProtocolError(f"A bitmap of {len(bitmap)} bytes came.")
+    return [8 * at + bit for at, byte in enumerate(bitmap) if byte for bit in range(8) if byte >> bit & 1]
