@@ -132,6 +132,7 @@ def test_a_member_that_votes_for_two_values_is_named_by_the_coordinator():
             await world.wait(lambda: coordinator.context.proofs)
             assert list(coordinator.context.proofs) == [liar]
             proof = coordinator.context.proofs[liar]
+            assert coordinator.context.bans.is_paused(liar.id_bytes, coordinator.context.now_s())
             assert isinstance(proof, Equivocation)
             assert proof.is_proven
             assert "accepted two values" in proof.reason

@@ -23,7 +23,7 @@ SCALE = 16
 STATE_BYTES = 4 << 20
 ROUND_S = 60.0
 STEP_S = 5.0
-PIECE_BYTES = 16 << 10
+PIECE_BYTES = 64 << 10
 SESSION_S, SHAPE = 600.0, 0.5  # the median; sessions of volunteers have shapes of 0.4 to 0.6 (Stutzbach 2006)
 
 
@@ -204,3 +204,10 @@ def test_peers_in_groups_go_on_computing_and_replay_to_the_bit():
     found = virtual(train(40, 100.0, seed=1))
     check(found)
     assert found == virtual(train(40, 100.0, seed=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize(("num_peers", "seconds"), [(256, 3600.0), (1024, 600.0)])
+def test_hundreds_of_peers_that_come_and_go_keep_computing(num_peers, seconds):
+    check(virtual(train(num_peers, seconds, seed=1)))

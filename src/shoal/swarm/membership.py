@@ -282,13 +282,13 @@ def lengthen(short: ShortCommit, members: tuple[SwarmMember, ...], plan: RoundPl
     return msgspec.structs.replace(short.commit, members=tuple(ordered), plan=found)
 
 
-def ballot_owner(members: Sequence[SwarmMember], ballot: int) -> int:
-    """Gives the place of the member to whom a ballot belongs: those who can be reached take turns, and where
-    nobody can be dialed, those who can be called at all.
+def num_owners(members: Sequence[SwarmMember]) -> int:
+    """Counts those to whom ballots belong in turns, the first in the order: who can be reached, and where
+    nobody can be dialed, who can be called at all.
     """
     voters = [member for member in members if member.votes]
     num_reachable = sum(member.is_reachable for member in voters)
-    return ballot % (num_reachable or sum(member.is_callable for member in voters) or len(voters) or 1)
+    return num_reachable or sum(member.is_callable for member in voters) or len(voters) or 1
 
 
 def num_voters(members: Sequence[SwarmMember]) -> int:

@@ -69,8 +69,10 @@ _NUM_IN_FLIGHT = 8
 _SILENCE_S = 1.0
 _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
-_BEAT_S = 0.3
+_BEAT_S, _TAKE_BEAT_S = 0.3, 1.0
+_LONGEST_BEAT_S = 5.0
 _PART_S = 10.0
+_LED = -1
 _FETCH_S, _LONGEST_FETCH_S = 2.0, 30.0
 GONE_SHARE = 0.3
 """Where nobody listens any more, this share of the usual silence is enough."""
@@ -151,7 +153,7 @@ class Reduction:
         self._robust = context.settings.robust
         self._weights = capped(plan.samples) if self._robust else plan.samples
         self._silence_s = _SILENCE_S * context.settings.patience
-        self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
+        self._beat_s = min(_TAKE_BEAT_S * crowd_factor(len(plan.contributors)), _LONGEST_BEAT_S)
         """Who asks for an average that is not ready is answered after so long."""
         self._codec = context.codec
         self._vector = context.vector()
@@ -169,7 +171,7 @@ class Reduction:
         self._refused: dict[tuple[int, int], dict[int, None]] = {}
         self._published: dict[tuple[int, int], HeldPart | None] = {}
         self._ready: dict[tuple[int, int], Broadcast] = {}
-        """Wakes those who wait for the average of a part."""
+        """Wakes those who wait for the average of a part; as a leader's, `_LED` in place of the attempt."""
         self._began_s: dict[int, float] = {}
         """When this member began to wait for parts of each attempt."""
         self._arrivals_s: dict[int, list[float]] = {}
@@ -350,9 +352,8 @@ class Reduction:
         if self.plan.reducer(part, attempt) == self._me:
             held = await self._wait_published((part, attempt))
             return TAKE_LATER if held is None else held.reply
-        until_s = self._now_s() + self._beat_s
-        while part not in self._taken and self._now_s() < until_s:
-            await self._taken_changed.wait(until_s - self._now_s())
+        if part not in self._taken:
+            await self._ready.setdefault((part, _LED), Broadcast()).wait(self._beat_s)
         return self._taken[part][1].reply if part in self._taken else TAKE_LATER
 
     async def _wait_published(self, key: tuple[int, int]) -> HeldPart | None:
@@ -478,6 +479,8 @@ class Reduction:
                     self.held[part, held.digest] = held
                     self._taken[part] = attempt, held
                     self._taken_changed.fire()
+                    if (part, _LED) in self._ready:
+                        self._ready.pop((part, _LED)).fire()
                     return attempt, held
                 heard_s = self._now_s()
             except ShoalError as error:

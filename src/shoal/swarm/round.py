@@ -43,10 +43,10 @@ from shoal.swarm.ledger import FrozenContribution
 from shoal.swarm.membership import (
     MemberContext,
     MemberPresence,
-    ballot_owner,
     crowd_factor,
     lengthen,
     next_order,
+    num_owners,
     num_voters,
     shorten,
 )
@@ -120,6 +120,7 @@ class SwarmRound:
         self.fork, self.number, self.state = previous
         self.me = members.index(context.me)
         self._num_voters = num_voters(members)
+        self._num_owners = num_owners(members)
         self.decision: Commit | None = None
         self.stage = GATHER
         self.plan: RoundPlan | None = None
@@ -163,12 +164,16 @@ class SwarmRound:
     @property
     def coordinator(self) -> SwarmMember:
         """Whom this member takes for the coordinator now."""
-        return self.members[ballot_owner(self.members, self.ballot)]
+        return self.members[self._owner_of(self.ballot)]
 
     @property
     def leaving(self) -> list[SwarmMember]:
         """Those who have told this member that they leave, too."""
         return [self.members[place] for place, one in self._followers.items() if one.is_leaving]
+
+    def _owner_of(self, ballot: int) -> int:
+        """Gives the place of the member to whom a ballot belongs."""
+        return ballot % self._num_owners
 
     def _now(self) -> float:
         return self._context.now_s()
@@ -179,7 +184,7 @@ class SwarmRound:
         """Takes part until there is a decision; None when there was no quorum for too long."""
         self._scope = scope
         while self.decision is None and not self.acceptor.is_closed:
-            owner, context = ballot_owner(self.members, self.ballot), self._context
+            owner, context = self._owner_of(self.ballot), self._context
             if owner == self.me:
                 if context.leads_since_s is None:
                     context.leads_since_s = self._now()
@@ -320,7 +325,7 @@ class SwarmRound:
     def _has_heard(self, member: SwarmMember, statement: Statement, signature: bytes) -> bool:
         """Notes what a member says in a ballot; False where it has not signed it.
 
-        Who has signed something that contradicts it is named, and the proof is kept.
+        Who has signed something that contradicts it is named and banned, and the proof is kept.
         """
         if self._context.identity is None or self._witness.knows(member, statement):
             return True
@@ -331,6 +336,7 @@ class SwarmRound:
             return False
         if proof is not None and member not in self._context.proofs:
             self._context.proofs[member] = proof
+            self._context.bans.failed(member.id_bytes, self._now())
             log.warning("%s lies in round %d: %s.", member.short, self.number, proof.reason)
         return True
 
@@ -399,7 +405,7 @@ class SwarmRound:
 
     def _is_proposed(self, ballot: int, value: Commit, signature: bytes) -> bool:
         """Whether the owner of a ballot has signed that it proposes this."""
-        owner = self.members[ballot_owner(self.members, ballot)]
+        owner = self.members[self._owner_of(ballot)]
         return self._has_heard(owner, Proposal(self.fork, self.number, ballot, value.digest), signature)
 
     def _register(self) -> None:
@@ -428,7 +434,7 @@ class SwarmRound:
         if self._frozen is not None and self.me in plan.contributors:
             sending = self.reduction.send(self._call, self._context.ledger, self._frozen)
             self._scope.start_soon(sending, name="send parts")
-        if ballot_owner(self.members, self.ballot) != self.me and self._context.me.votes:
+        if self._owner_of(self.ballot) != self.me and self._context.me.votes:
             self._scope.start_soon(self.reduction.take_all(self._call, None), name="take parts")
         self._tell()
 
@@ -457,10 +463,7 @@ class SwarmRound:
         if request.state != self.state:
             return RoundStatus(problem="another state")
         ballot = request.ballot
-        if (
-            not 0 <= ballot <= self.ballot + MAX_BALLOTS_AHEAD
-            or ballot_owner(self.members, ballot) != self.me
-        ):
+        if not 0 <= ballot <= self.ballot + MAX_BALLOTS_AHEAD or self._owner_of(ballot) != self.me:
             return RoundStatus(problem="another member's ballot")
         if request.accepted is not None:
             self._checked(request.accepted)
@@ -519,7 +522,7 @@ class SwarmRound:
             self._changed.fire()
 
     def _status(self, request: FollowRequest) -> RoundStatus:
-        is_leading = request.ballot == self.ballot and ballot_owner(self.members, self.ballot) == self.me
+        is_leading = request.ballot == self.ballot and self._owner_of(self.ballot) == self.me
         tally = self._tallies.get(request.ballot)
         proposal = tally.proposal if tally else None
         has_voted = request.accepted_ballot == request.ballot  # not: under a lower one

@@ -438,7 +438,7 @@ class SwarmRun:
         context.is_ready = context.is_asked = False
         if commit.kind != STEP and self.round is not None and self.round.plan is not None:
             self.num_failed += 1
-        listed = commit.members
+        listed = dict.fromkeys(commit.members)
         # the commit says how others reach this member
         context.me = next(filter(context.me.is_same, listed), context.me)
         context.presence = {member: one for member, one in context.presence.items() if member in listed}
