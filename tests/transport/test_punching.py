@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from shoal.core import Address, Deadline, Peer, PeerBusy, PeerId, PeerRefused, Scope, ShoalError
+from shoal.core import Address, Deadline, Peer, PeerBusy, PeerId, PeerLost, PeerRefused, Scope, ShoalError
 from shoal.core.virtual import run_virtual
-from shoal.transport import Conditions, Endpoint, Limits, MemoryNetwork, Profile, Reply
+from shoal.transport import Conditions, Endpoint, FaultScript, Limits, MemoryNetwork, Profile, Reply
 from shoal.transport.network.nat import NATS
 from shoal.transport.punching import ALIVE_S, FIRST_PAUSE_S, OFFER, UNUSED_S, Offer
 
@@ -21,8 +21,8 @@ def peer_id(name):
 class Swarm:
     """Relays that everybody can dial, and peers behind a router each."""
 
-    def __init__(self, num_relays=2, seed=0, profile=PROFILE):
-        self.network = MemoryNetwork(Conditions(Profile.parse(profile)), seed)
+    def __init__(self, num_relays=2, seed=0, script=None):
+        self.network = MemoryNetwork(Conditions(Profile.parse(PROFILE), script), seed)
         self.num_relays = num_relays
         self.relays = []
         self.closing = contextlib.AsyncExitStack()
@@ -226,6 +226,28 @@ def test_a_direct_way_that_ends_is_replaced_by_the_relay():
     assert run_virtual(main(), limit_s=1000) == ("punched", "bert", "relayed", "punched")
 
 
+def test_a_direct_way_that_falls_silent_is_noticed_within_ten_seconds():
+    script = FaultScript.parse(
+        '[[fault]]\nkind = "partition"\nbetween = [["anna:*"], ["bert:*"]]\nat_s = 60\nfor_s = 100'
+    )
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with Swarm(script=script) as swarm:
+            one, other = await met(swarm, ("port-restricted", "port-restricted"))
+            before = way(one, other)
+            await asyncio.sleep(61 - loop.time())
+            with pytest.raises(PeerLost, match="both routers"):
+                await one.streams.call(relayed(other), "who", deadline=Deadline.after(60))
+            lost_at_s = loop.time()
+            name, origin = await who(one, other)
+            return before, lost_at_s, name, Address.parse(origin).is_relayed
+
+    before, lost_at_s, name, is_relayed = run_virtual(main(), limit_s=1000)
+    assert (before, name, is_relayed) == ("punched", "bert", True)
+    assert lost_at_s < 71
+
+
 def test_datagrams_get_through_and_their_way_is_kept_while_it_is_used():
     async def main():
         async with Swarm() as swarm:
@@ -316,3 +338,26 @@ def test_peers_without_limits_of_their_own_are_not_stuck_where_connections_are_f
             return (await who(one, other))[0]
 
     assert run_virtual(main(), limit_s=1000) == "bert"
+
+
+def test_only_so_many_look_for_a_way_to_one_peer_at_a_time():
+    async def main():
+        async with Swarm() as swarm:
+            one = await swarm.peer("anna", "symmetric")
+            offer = Offer(("nowhere:1",), "nowhere:1")
+
+            async def ask(number):
+                stranger = await swarm.open(f"stranger{number}")
+                with contextlib.suppress(PeerBusy):
+                    await stranger.streams.call(relayed(one), OFFER, offer, deadline=Deadline.after(10))
+                    return True
+                return False
+
+            async with Scope() as scope:
+                tasks = [scope.start(ask(number)) for number in range(14)]
+            first = [task.result() for task in tasks]
+            async with Scope() as scope:
+                tasks = [scope.start(ask(number)) for number in range(14, 20)]
+            return sum(first), sum(task.result() for task in tasks)
+
+    assert run_virtual(main(), limit_s=1000) == (14, 2)

@@ -26,9 +26,11 @@ import msgspec
 from shoal.core import (
     Address,
     Deadline,
+    DeadlineExceeded,
     Peer,
     PeerBusy,
     PeerId,
+    PeerLost,
     PeerRefused,
     ProtocolError,
     Scope,
@@ -54,10 +56,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 120.0, 1800.0
 """How long nothing is tried with a peer after an attempt: at first, and after many that failed."""
 ALIVE_S = 15.0
 """How often something leaves over a punched way for datagrams: routers forget one after 30 s or more."""
+WATCH_S = 4.0
+"""How long nothing may come over a punched connection with calls under way; then it is asked."""
 UNUSED_S = 300.0
 """How long such a way is kept although nobody asks anything over it."""
 _PATIENCE_S = 1.0  # a relayed connection that lives no longer is not worth the trouble
 _ASK_S = 5.0
+_ANSWER_S = 3.0
 _MEET_S = 8.0  # for three greetings of TCP
 _WAIT_FOR_GO_S = 5.0
 _GREET_S = 3.0
@@ -292,8 +297,25 @@ class Punching:
             return None
         connection = found.result()
         self._streams.prefer(connection)
+        self._streams.scope.start_soon(self._watch(connection), name=f"watch the way to {connection.peer}")
         log.info("%s is reached directly now, through both routers", connection.peer)
         return connection
+
+    async def _watch(self, connection: Connection) -> None:
+        """End a connection that a router has forgotten: nothing comes over it, and nobody says why."""
+        heard_bytes = -1
+        while connection.is_usable:
+            await asyncio.sleep(WATCH_S)
+            if connection.num_open and connection.received_bytes == heard_bytes:
+                with contextlib.suppress(PeerLost):
+                    try:
+                        await self._streams.call_over(connection, ALIVE, deadline=Deadline.after(_ANSWER_S))
+                    except DeadlineExceeded:
+                        connection.close(
+                            PeerLost("The way through both routers is gone.", peer=connection.peer)
+                        )
+                        connection.abort()
+            heard_bytes = connection.received_bytes
 
     async def _take_in(self, listener: Listener, scope: Scope, greet: _Greet) -> None:
         with contextlib.suppress(OSError):

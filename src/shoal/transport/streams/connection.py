@@ -375,7 +375,9 @@ class Connection(asyncio.BufferedProtocol):
         self._stop_watching()
         if self._has_heard():
             self.used_at_s = now_s
-        elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
+        elif now_s - self.used_at_s > self.limits.idle_s * (
+            1 if self.is_dialer and not self.is_punched else 3
+        ):
             self.leave("the connection was idle.")
         return True
 
