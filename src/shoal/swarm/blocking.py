@@ -57,6 +57,7 @@ LIFETIME_S = 60.0
 """A member that vanishes is found for so long."""
 MAX_NOTES = 8
 _ANNOUNCE_S = 5.0
+_FIND_RELAYS_S = 3.0
 _FOUND_S = 1.0
 """Of several peers that come at once the one with the lowest id begins the run, the others after five times
 as long: whoever was announced before them may be gone."""
@@ -67,18 +68,27 @@ _LOOK_S = 0.5
 
 def where_called(dht: DHT) -> tuple[Address, bool]:
     """Says where others call a peer, with port 0 for a client, and whether they can dial it."""
-    if dht.is_client:
-        return Address(platform.node()[:40] or "client", 0), False
-    return dht.peer.address, True
+    nowhere = Address(platform.node()[:40] or "client", 0)
+    return next(iter(dht.addresses), nowhere), not dht.is_client
 
 
 def finder(dht: DHT, run: str) -> Callable[[], Awaitable[Sequence[Peer]]]:
     """Makes the function by which a member finds others of its run in the DHT, this peer left out."""
 
     async def find() -> list[Peer]:
+        await be_callable(dht, _FIND_RELAYS_S)  # whoever is found should find this peer as well
         return (await find_members(dht, run))[:_MAX_FOUND]
 
     return find
+
+
+async def be_callable(dht: DHT, wait_s: float) -> None:
+    """Has relays call a peer that others cannot dial, unless that takes longer; it is tried on then."""
+    if dht.is_client and not dht.addresses:
+        try:
+            await dht.use_relays(deadline=Deadline.after(wait_s))
+        except ShoalError as error:
+            log.debug("no relay yet: %s", error)
 
 
 class BlockingSwarmRun:
@@ -121,13 +131,13 @@ class BlockingSwarmRun:
         self.samples_per_s = 0.0
 
     def __enter__(self) -> Self:
-        self._swarm.run(self._open())
+        self._swarm.run(self.open())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._swarm.run(self._close(is_in_order=kind is None))
+        self._swarm.run(self.close(is_in_order=kind is None))
 
     @property
     def run(self) -> SwarmRun:
@@ -237,7 +247,8 @@ class BlockingSwarmRun:
 
     # --- on the loop ---
 
-    async def _open(self) -> None:
+    async def open(self) -> None:
+        """Looks for the run, announces this member, and lets it join or found; for code on the loop."""
         dht = self._swarm.dht
         if FACTS in dht.endpoint.streams.routes:
             raise UsageError(
@@ -245,6 +256,7 @@ class BlockingSwarmRun:
                 next_step="connect a second time for a second run: shoal.connect(...).",
             )
         await self._check_model()
+        await be_callable(dht, _ANNOUNCE_S)
         where, is_reachable = self._where = where_called(dht)
         if not is_reachable and self._kind != TRAINER:
             raise UsageError(
@@ -295,15 +307,18 @@ class BlockingSwarmRun:
         run.may_found = True
 
     def _presence(self) -> list[Any]:
-        """Tells the DHT where this member is called; nothing for a client."""
-        where = self._where[0]
-        return [where.host, where.port] if where.port else []
+        """Tells the DHT where this member is called: a host and port, or relayed addresses, if there are any."""
+        dht = self._swarm.dht
+        if dht.is_client:
+            return [str(address) for address in dht.addresses]
+        return [dht.peer.address.host, dht.peer.address.port]
 
     async def _watch_where(self, run: SwarmRun) -> None:
         """Has the run and the DHT know when others can call this peer in another way; ends when cancelled."""
         dht = self._swarm.dht
         while True:
             await asyncio.sleep(_LOOK_S)
+            await be_callable(dht, _ANNOUNCE_S)
             if self._where != where_called(dht):
                 where, is_reachable = self._where = where_called(dht)
                 run.be_at(where, is_reachable=is_reachable)
@@ -369,7 +384,8 @@ class BlockingSwarmRun:
             codec=str(getattr(run.context.codec, "name", "")),
         )
 
-    async def _close(self, *, is_in_order: bool) -> None:
+    async def close(self, *, is_in_order: bool) -> None:
+        """Leaves, if that is to be in order, and ends this member; for code on the loop."""
         run = self.run
         self._kept.stop()
         await self._standing.close()

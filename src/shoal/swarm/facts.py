@@ -146,9 +146,11 @@ def _words(shape: tuple[int, ...] | None) -> str:
 
 
 def _read(peer_id: PeerId, value: Any) -> Peer | None:
-    """Reads what a peer has announced; None where it is no address."""
+    """Reads what a peer has announced; None where it cannot be called."""
     try:
+        if isinstance(value[-1], str):
+            return Peer(Address.parse(value[0]), peer_id)  # through its relays, the best one first
         host, port = value
         return Peer(Address(host, port), peer_id)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, LookupError):
         return None

@@ -549,8 +549,9 @@ class SwarmRun:
 
     def _as_claimed(self, number: int) -> SwarmMember:
         """Makes this member as it describes itself; the commit that lists it says whether others reach it."""
-        host, port = self._address.host, self._address.port
-        return SwarmMember(self._id_bytes, number, host, port, self._is_reachable and port != 0, self._kind)
+        host, port, is_relayed = self._address.host, self._address.port, self._address.is_relayed
+        is_reachable = self._is_reachable and port != 0
+        return SwarmMember(self._id_bytes, number, host, port, is_reachable, self._kind, is_relayed)
 
     # --- how others reach this member, and this one others ---
 

@@ -67,6 +67,8 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Whether others can dial it; who cannot be dialed neither coordinates nor reduces. A member says so of
     itself, and a coordinator that has tried says it in its commit."""
     kind: str = TRAINER
+    is_relayed: bool = False
+    """Whether a relay listens at the address, who passes on what is meant for it."""
 
     def __post_init__(self) -> None:
         """ValueError for what is no member, so that a message with one is refused."""
@@ -92,7 +94,13 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
     @property
     def peer(self) -> Peer:
         """Where it is reached."""
-        return Peer(Address(self.host, self.port), PeerId(self.id_bytes))
+        peer_id = PeerId(self.id_bytes)
+        return Peer(Address(self.host, self.port, peer_id if self.is_relayed else None), peer_id)
+
+    @property
+    def way(self) -> str:
+        """How others reach it, in a word for people."""
+        return "dialed" if self.is_reachable else "relayed" if self.is_relayed else "client"
 
     @property
     def short(self) -> str:
