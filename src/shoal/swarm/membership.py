@@ -283,12 +283,10 @@ def lengthen(short: ShortCommit, members: tuple[SwarmMember, ...], plan: RoundPl
 
 
 def num_owners(members: Sequence[SwarmMember]) -> int:
-    """Counts those to whom ballots belong in turns, the first in the order: who can be reached, and where
-    nobody can be dialed, who can be called at all.
+    """Counts those to whom ballots belong in turns: who can be called, first in the order those that can be
+    dialed.
     """
-    voters = [member for member in members if member.votes]
-    num_reachable = sum(member.is_reachable for member in voters)
-    return num_reachable or sum(member.is_callable for member in voters) or len(voters) or 1
+    return sum(member.is_callable and member.votes for member in members) or num_voters(members)
 
 
 def num_voters(members: Sequence[SwarmMember]) -> int:

@@ -578,7 +578,7 @@ class SwarmRun:
                 state = self.state
                 context.joiners[claim] = context.now_s(), state.round
                 self._wake()
-                self.taker.helpers = [one.peer for one in self.members if one.is_callable][:3]
+                self.taker.helpers = [one.peer for one in self._others(self.members)][:3]
                 await self._tell(JoinRunRequest(self.run, claim, state.fork, state.round))
                 await asyncio.sleep(JOIN_BEAT_S)
 
@@ -658,14 +658,17 @@ class SwarmRun:
         peers = list(self._contacts)
         if self._find is not None:
             peers += await self._find()
-        return await self.taker.look_around(
+        found = await self.taker.look_around(
             [peer for peer in dict.fromkeys(peers) if peer.address != self._address]
         )
+        if found is not None:
+            self.taker.helpers = [member.peer for member in self._others(found.members)][:3]
+        return found
 
     async def _come_closer(self, found: JoinReply) -> None:
         """Takes the run's state where it must, applies the commits since, and asks to be listed."""
         state = self.state
-        asked = [member for member in found.members if member.is_callable]
+        asked = self._others(found.members)
         is_ours = state.fork == found.fork
         commits = await self._commits_since(asked) if is_ours else []
         is_near = is_ours and found.round - state.round <= NUM_KEPT
@@ -691,9 +694,13 @@ class SwarmRun:
                     return
                 if self.is_member:
                     return
-            asked = [member for member in commit.members if member.is_callable]
+            asked = self._others(commit.members)
             commits = await self._commits_since(asked)
         await self._tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
+
+    def _others(self, members: Sequence[SwarmMember]) -> list[SwarmMember]:
+        """Lists those that this peer can ask: one that is listed and does not know it must not ask itself."""
+        return [one for one in members if one.is_callable and one.id_bytes != self._id_bytes]
 
     async def _hold_slowly(self, commit: Commit, members: Sequence[SwarmMember]) -> bool:
         """Applies a commit once all its parts are here; False where they come no more, or it is none."""

@@ -84,8 +84,8 @@ class SwarmMember(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     @property
     def is_callable(self) -> bool:
-        """Whether there is a way to call it; a client, which only dials out, has port 0."""
-        return self.port != 0
+        """Whether there is a way to call it; a client only dials out."""
+        return self.is_reachable or self.is_relayed
 
     def is_same(self, other: SwarmMember) -> bool:
         """Whether both are one member, wherever it is reached."""
