@@ -51,6 +51,7 @@ _TAKE_S = 600.0
 _COLUMNS = (
     Column("member", "left"),
     Column("name", "left"),
+    Column("reached", "left"),
     Column("samples/s"),
     Column("share"),
     Column("behind"),
@@ -95,7 +96,8 @@ def swarm(
 ) -> None:
     """Show a training run of a swarm: its members, how far each is, and what went wrong.
 
-    Share is the part of the run's samples that a member has computed, behind the rounds that it lacks, failed
+    Reached says how others call a member: they dial it, or go through a relay. Share is the part of the
+    run's samples that a member has computed, behind the rounds that it lacks, failed
     the rounds that came to nothing while it was there, lost its samples that no round took.
     """
     from shoal.dht.blocking import Swarm
@@ -160,7 +162,7 @@ class RunSource:
         """Sees what there is now; takes longer where a checkpoint is due."""
         self.answers = ask_members(self._peer, self._run)
         if self.own is not None and self._peer.address is not None:
-            self.answers = {**self.answers, self._peer.dht.peer: self._peer.run(_facts_of(self.own))}
+            self.answers = {**self.answers, self._peer.dht.peer: self.own.current_facts()}
         if self.saver is not None:
             self.saver.save_if_due(self.answers)
         found = members_in(self.answers)
@@ -168,10 +170,6 @@ class RunSource:
         result = run_result(self._run, found)
         document = {**result, "peers": [msgspec.to_builtins(facts) for facts in found]}
         return Shot([view] if found else [], view, document, run_metrics(self._run, found), result)
-
-
-async def _facts_of(own: BlockingSwarmRun) -> MemberFacts:
-    return own.facts()
 
 
 def ask_members(peer: Swarm, run: str, *, with_model: bool = False) -> Answers:
@@ -283,6 +281,8 @@ def show_run(run: str, answers: Answers, out: Any) -> None:
 
 def run_view(run: str, answers: Answers) -> View:
     """Gives what is shown of a run."""
+    from shoal.swarm.facts import ways_in_words
+
     found = members_in(answers)
     newest = max((facts.round for facts in found), default=0)
     result = run_result(run, found)
@@ -297,6 +297,7 @@ def run_view(run: str, answers: Answers) -> View:
             (
                 visible_line(facts.address)[:_MAX_CELL],
                 visible_line(name)[:_MAX_CELL],
+                visible_line(facts.way)[:_MAX_CELL],
                 f"{facts.samples_per_s:,.0f}",
                 f"{_share(facts):.0%}",
                 str(newest - facts.round) if facts.is_member else "joins",
@@ -310,6 +311,11 @@ def run_view(run: str, answers: Answers) -> View:
     notes += [
         f"{facts.address}: {num} samples lost: {why}" for facts in found for why, num in facts.lost.items()
     ]
+    furthest = max((facts for facts in found if facts.is_member), key=lambda one: one.round, default=None)
+    if furthest is not None and any(way != "dialed" for way in furthest.ways):
+        notes.append(f"members: {ways_in_words(furthest.ways)}; who is a client cannot be asked")
+        links = ", ".join(f"{num} {way}" for way, num in sum_links(found).items())
+        notes.append(f"connections with other members, of all that answer: {links or 'none'}")
     notes += [
         f"{peer.address} does not answer: {error.what}"
         for peer, error in answers.items()
@@ -332,6 +338,15 @@ def run_view(run: str, answers: Answers) -> View:
         notes=tuple(visible_line(note)[:_MAX_NOTE] for note in notes),
         series=series,
     )
+
+
+def sum_links(found: Sequence[MemberFacts]) -> dict[str, int]:
+    """Counts connections with other members by their way, over all that answer."""
+    return {
+        way: num
+        for way in ("direct", "punched", "relayed")
+        if (num := sum(facts.links.get(way, 0) for facts in found))
+    }
 
 
 def _share(facts: MemberFacts) -> float:
@@ -361,6 +376,7 @@ def run_metrics(run: str, found: Sequence[MemberFacts]) -> str:
 def run_result(run: str, found: list[MemberFacts]) -> dict[str, object]:
     """What programs read of a run."""
     furthest = max(found, key=lambda facts: facts.num_samples, default=None)
+    ways = () if furthest is None else furthest.ways
     losses = [facts.loss for facts in found if facts.loss is not None]
     return {
         "run": run,
@@ -371,5 +387,7 @@ def run_result(run: str, found: list[MemberFacts]) -> dict[str, object]:
         "samples_per_s": round(sum(facts.samples_per_s for facts in found)),
         "lost": sum(facts.num_lost for facts in found),
         "sent_bytes": sum(facts.num_bytes for facts in found),
+        "ways": {way: ways.count(way) for way in dict.fromkeys(ways)},
+        "links": sum_links(found),
         "loss": sum(losses) / len(losses) if losses else None,
     }

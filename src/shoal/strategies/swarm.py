@@ -53,7 +53,7 @@ from shoal.swarm import (
     SwarmRun,
     SwarmSettings,
 )
-from shoal.swarm.facts import ModelFacts
+from shoal.swarm.facts import ModelFacts, ways_in_words
 from shoal.swarm.model import MakeScheduler, RoundRates, SharedVector
 from shoal.swarm.optimizers import committed_like
 from shoal.tensors.checkpoint import NUM_KEPT, CheckpointWriter
@@ -207,7 +207,11 @@ class SwarmTraining(Strategy):
         if self._is_local and self._num_samples:
             self._offer()
             self._wait(min(_LAST_ROUND_S, self.options.max_wait))
+        facts = run.current_facts()
         run.leave()
+        links = ", ".join(f"{num} {way}" for way, num in facts.links.items())
+        told = ways_in_words(facts.ways), f"; connected with {links}" if links else ""
+        log.info("left the run %s; its members: %s%s", self.options.run, *told)
         self._adopt(is_exact=True)
         self._keep_state()
 

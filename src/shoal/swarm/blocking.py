@@ -28,6 +28,7 @@ from shoal.core import (
     Deadline,
     DeadlineExceeded,
     Peer,
+    PeerId,
     PeerRefused,
     ShoalError,
     StandingScope,
@@ -191,6 +192,11 @@ class BlockingSwarmRun:
         """Which committed parameters there are now: the fork, and the steps made. Read without waiting."""
         state = self.run.state
         return state.fork, state.num_steps
+
+    def current_facts(self) -> MemberFacts:
+        """Says how far this member is, and how others are reached."""
+        found: MemberFacts = self._cross(self.facts)
+        return found
 
     def wait_for_commit(self, after_round: int | None = None, timeout_s: float = 60.0) -> int:
         """Waits until the run is past a round, by default the one that it is in; gives the round it is in."""
@@ -369,6 +375,9 @@ class BlockingSwarmRun:
             num_steps=state.num_steps,
             num_samples=state.num_samples,
             members=tuple(str(member.peer.address) for member in run.members),
+            ways=tuple(member.way for member in run.members),
+            way=run.context.me.way,
+            links=self._links(run),
             is_member=run.is_member,
             num_committed=ledger.num_committed,
             num_pending=ledger.num_pending + ledger.num_under_way,
@@ -383,6 +392,12 @@ class BlockingSwarmRun:
             kind=self._kind,
             codec=str(getattr(run.context.codec, "name", "")),
         )
+
+    def _links(self, run: SwarmRun) -> dict[str, int]:
+        """Counts the other members by the way in which this one is connected with them."""
+        ways = self._swarm.dht.endpoint.streams.ways()
+        found = [ways.get(PeerId(member.id_bytes)) for member in run.members]
+        return {way: found.count(way) for way in ("direct", "punched", "relayed") if way in found}
 
     async def close(self, *, is_in_order: bool) -> None:
         """Leaves, if that is to be in order, and ends this member; for code on the loop."""

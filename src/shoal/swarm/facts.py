@@ -57,6 +57,12 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of all members that are in the parameters."""
     members: tuple[str, ...] = ()
     """The addresses of the listed members, in order."""
+    ways: tuple[str, ...] = ()
+    """How others reach each of them: dialed, relayed, or not at all: a client."""
+    way: str = "dialed"
+    """How others reach this one."""
+    links: Mapping[str, int] = {}
+    """With how many other members this one is connected directly, punched through routers, and relayed."""
     is_member: bool = False
     num_committed: int = 0
     """Samples of this member's own that went in."""
@@ -77,6 +83,14 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "trainer"
     codec: str = "plain"
     """How its values travel."""
+
+
+def ways_in_words(ways: Sequence[str]) -> str:
+    """Says how the members of a run are reached, such as '1 of 6 dialed, 3 relayed, 2 clients'."""
+    counted = [(ways.count("dialed"), "dialed"), (ways.count("relayed"), "relayed")]
+    counted.append((num := ways.count("client"), "client" if num == 1 else "clients"))
+    (first, word), *others = [one for one in counted if one[0]] or [(0, "dialed")]
+    return ", ".join([f"{first} of {len(ways)} {word}", *(f"{num} {word}" for num, word in others)])
 
 
 def presence_name(run: str) -> str:
