@@ -66,6 +66,16 @@ def are_equal(some, others):
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
+@pytest.fixture
+def _unreachable(monkeypatch):
+    """Others try in vain to call whoever joins; on loopback nobody tries."""
+
+    async def check(reachability, contacts):
+        reachability._protocol.is_client = True  # what it makes of their answers
+
+    monkeypatch.setattr("shoal.dht.join.Reachability.check", check)
+
+
 def until(hosting, condition):
     """Wait for something that happens on the host's loop."""
     ends_s = time.monotonic() + 20
@@ -226,3 +236,32 @@ def test_what_was_accepted_is_finished_and_new_work_refused():
         assert not early.done()
         assert torch.equal(early.result(10), torch.ones(1, 8))
         left.result(10)
+
+
+@pytest.mark.usefixtures("_unreachable")
+@pytest.mark.parametrize("num_loops", [1, 2])
+def test_behind_a_router_experts_are_served_through_relays(swarm, num_loops, caplog):
+    with host(join=[str(swarm.address)], uid=["ffn.1"], num_loops=num_loops) as hosting:
+        (found,) = swarm.run(get_experts(swarm.dht, ["ffn.1"], latest=True))
+        assert [peer.address.relay for peer in found.peers] == [swarm.address]
+        assert all(peer.address.is_relayed for peer in found.peers)
+        assert "serves through relays" in caplog.text
+        before = weights(hosting, "ffn.1")
+        with connect(swarm.address) as other, ExpertClient() as client:
+            (found,) = other.run(get_experts(other.dht, ["ffn.1"], latest=True))
+            x = torch.randn(4, 8, requires_grad=True)
+            client.expert("ffn.1", found.peer)(x).sum().backward()
+            assert x.grad is not None
+        assert not are_equal(before, weights(hosting, "ffn.1"))
+    assert served_by(swarm, "ffn.1") == [None]
+
+
+@pytest.mark.usefixtures("_unreachable")
+def test_behind_a_router_and_without_relays_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("shoal.experts.server.hosting._RELAY_S", 1.0)
+    with (
+        connect(listen="127.0.0.1:0", relaying=None) as swarm,
+        pytest.raises(UsageError, match="cannot serve experts"),
+        host(join=[str(swarm.address)], uid=["ffn.1"]),
+    ):
+        pass

@@ -313,7 +313,7 @@ class BlockingSwarmRun:
         run.may_found = True
 
     def _presence(self) -> list[Any]:
-        """Tells the DHT where this member is called: a host and port, or relayed addresses, if there are any."""
+        """Tells the DHT where this member is called: a host and port, or relayed addresses."""
         dht = self._swarm.dht
         if dht.is_client:
             return [str(address) for address in dht.addresses]

@@ -7,6 +7,7 @@ command line's.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 _MAX_LOOPS = 8
-_DECLARE_S, _WITHDRAW_S = 60.0, 10.0
+_DECLARE_S, _WITHDRAW_S, _RELAY_S = 60.0, 10.0, 15.0
 
 
 class Hosting:
@@ -127,6 +128,7 @@ class Hosting:
                 self._saver = Saver(server, self._checkpoints, self._worker, self._maker.about)
                 scope.start_soon(self._saver.run(config.checkpoint_every_s), name="saving experts")
             if self.publishing is not None and self.dht is not None:
+                scope.start_soon(self._stay_callable(self.dht), name="being called")
                 replicas = self._replicas = Replicas(server, self.dht, config.replica_sync_s)
                 if config.uid:
                     await replicas.sync(config.uid)  # before they are found here, they become copies
@@ -208,13 +210,28 @@ class Hosting:
         )
         self.dht = await closing.enter_async_context(dht)
         if dht.is_client:
-            raise UsageError(
-                f"Others cannot call this peer at port {self.address.port}, so it cannot serve experts.",
-                cause="a firewall or router is in between, or it listens on the wrong address.",
-                next_step="open the port for TCP and UDP, or give another --listen; `shoal doctor --join "
-                f"{self.config.join[0]}` tells more.",
+            try:
+                await dht.use_relays(deadline=Deadline.after(_RELAY_S))
+            except ShoalError as error:
+                raise UsageError(
+                    f"Others cannot call this peer at port {self.address.port}, so it cannot serve experts.",
+                    cause="a firewall or router is in between, or it listens on the wrong address, and no "
+                    "peer of the swarm relays for it.",
+                    next_step="open the port for TCP and UDP, or give another --listen; `shoal doctor --join "
+                    f"{self.config.join[0]}` tells more.",
+                ) from error
+            log.warning(
+                "Others cannot call this peer at port %d: it serves through relays.", self.address.port
             )
         self.publishing = Publishing(dht, self.config.declare_s)
+
+    async def _stay_callable(self, dht: DHT) -> None:
+        """Goes to relays when others cannot call this peer any more; ends when cancelled."""
+        while True:
+            await asyncio.sleep(_RELAY_S)
+            if dht.is_client and not dht.addresses:
+                with contextlib.suppress(ShoalError):
+                    await dht.use_relays(deadline=Deadline.after(_RELAY_S))
 
     async def _declare(self, uids: list[str]) -> None:
         assert self.publishing is not None

@@ -72,7 +72,7 @@ class Publishing:
         return all(await self._dht.store_many(entries, deadline=deadline))
 
     def _entries(self, uids: tuple[str, ...], expires_at_s: float) -> Sequence[Entry]:
-        if self._dht.is_client:
+        if not self._dht.addresses:
             if not self._was_client:
                 log.warning("Experts are not declared while others cannot call this peer.")
             self._was_client = True
