@@ -5,12 +5,15 @@ import contextlib
 
 import torch
 
+from shoal.cli.swarm import sum_links
 from shoal.core import Address, Deadline
 from shoal.core.identity import Identity
 from shoal.dht import DHT
 from shoal.dht.settings import DHTSettings
 from shoal.swarm import BlockingSwarmRun, CommittedSGD, SwarmSettings
+from shoal.swarm.facts import ways_in_words
 from shoal.transport import Endpoint, MemoryNetwork
+from shoal.transport.relay import RelayLimits
 from swarm.swarms import gradient, virtual
 
 NUM_ELEMENTS = 13_000  # enough for three reducers
@@ -40,16 +43,16 @@ class Neighbourhood:
         for name in list(self._closing):
             await self._closing.pop(name).aclose()
 
-    async def start(self, name, router="", join="hub", wait=True):
+    async def start(self, name, router="", join="hub", wait=True, **options):
         """A member; with a `router` of that kind before it."""
         behind = ""
         if router:
-            behind = f"router of {name}"
+            behind = f"home-of-{name}"
             self.network.router(behind, router)
         host = self.network.host(name, behind=behind)
         identity = Identity.from_seed(name.encode().ljust(32))
         closing = self._closing[name] = contextlib.AsyncExitStack()
-        endpoint = Endpoint(network=host, peer_id=identity.peer_id)
+        endpoint = Endpoint(network=host, peer_id=identity.peer_id, **options)
         await closing.enter_async_context(endpoint)
         if not router:
             await endpoint.listen(Address(name, 1024))
@@ -103,21 +106,34 @@ FIVE = {
 
 
 def test_one_that_can_be_dialed_and_five_behind_routers_train_in_one_run():
+    """No port is opened. The one has relays for four; the fifth is a client alone."""
+
     async def main():
         async with Neighbourhood() as home:
-            hub = await home.start("hub")
+            hub = await home.start("hub", relaying=RelayLimits(max_registered=4))
             for name, kind in FIVE.items():
                 await home.start(name, kind)
             await home.wait(lambda: all(len(run.run.members) == 6 for run in home.runs.values()))
             for key in range(10):
                 await home.contribute(key)
+                await asyncio.sleep(1)  # the time to look for ways through the routers
             home.check_equal()
-            ways = {one.way for one in hub.run.members}
-            assert ways == {"dialed", "relayed"}
-            assert [one.way for one in hub.run.members].count("dialed") == 1
             for run in home.runs.values():
                 assert run.run.ledger.num_committed == 50
                 assert run.run.num_failed == 0
+            told = [run.facts() for run in home.runs.values()]
+            links = sum_links(told)
+            print(f"members: {ways_in_words(told[0].ways)}; connections: {links}")
+            assert ways_in_words(told[0].ways) == "1 of 6 dialed, 4 relayed, 1 client"
+            assert {name: run.facts().way for name, run in home.runs.items()} == {
+                "hub": "dialed",
+                "emil": "client",
+            } | dict.fromkeys(["anna", "ben", "cleo", "dora"], "relayed")
+            assert hub.facts().links == {"direct": 5}
+            # whose router lets anybody in is reached by all, the others' only through the relay
+            assert home.runs["anna"].facts().links == {"direct": 1, "punched": 4}
+            assert links["punched"] >= 8
+            assert links["relayed"] > 0
 
     virtual(main())
 
