@@ -335,17 +335,13 @@ def free_bytes(device: str) -> int | None:
     """What is left on the device; None where nobody tells. A GPU is asked by a process of its own."""
     if device == "cpu":
         return memory().available_bytes
-    asked = run_tasks(
-        "shoal.bench.convergence:ask_device",
-        [{"device": device}],
-        num_processes=1,
-        tell=lambda text: None,
+    task = {"device": device}
+    (answer,) = run_tasks(
+        "shoal.bench.convergence:ask_device", [task], num_processes=1, tell=lambda text: None
     )
-    for answer in asked:
-        if isinstance(answer, BenchmarkError):
-            raise answer
-        return int(answer)
-    return None
+    if isinstance(answer, BenchmarkError):
+        raise answer
+    return int(answer)
 
 
 def ask_device(task: Mapping[str, Any], tell: Tell) -> int:

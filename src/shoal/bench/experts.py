@@ -9,20 +9,17 @@ asked and again after: a machine that changes its speed meets all of them. The p
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
 from shoal.bench.frame import Measured, RowKey, Tell, measured, same_fields
-from shoal.bench.workers import Child, child, children
+from shoal.bench.workers import Child, child, client_processes, resident_bytes
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
 from shoal.core.placement import num_cores
@@ -401,7 +398,8 @@ class ExpertsScenario:
         config = self._config
 
         def look() -> None:
-            outcome.rss_bytes += _rss_bytes(ready["pid"])
+            if size_bytes := resident_bytes(ready["pid"]):
+                outcome.rss_bytes.append(size_bytes)
 
         tell("experts without a network")
         outcome.local_samples_per_s.append(server.ask("local"))
@@ -429,17 +427,6 @@ class ExpertsScenario:
         tally, seconds = fleet.phase("raw")
         if tally.num_samples:
             outcome.raw_samples_per_s.append(_ratio(tally.num_samples, seconds))
-
-
-def _rss_bytes(pid: int) -> list[int]:
-    """Memory of a process, in a list that is empty where the system does not tell."""
-    if sys.platform != "linux":
-        return []
-    try:
-        num_pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
-    except OSError:
-        return []
-    return [num_pages * os.sysconf("SC_PAGE_SIZE")]
 
 
 def _ratio(above: float, below: float) -> float:
@@ -478,15 +465,9 @@ class ClientFleet:
 
     def __enter__(self) -> Self:
         num_clients, num_processes = self._config.num_clients, self._config.client_processes
-        numbers = [list(range(rank, num_clients, num_processes)) for rank in range(num_processes)]
-        started = children(
-            _ATTEND,
-            [{**self._arguments, "numbers": own} for own in numbers],
-            name="Client process",
-            variables={"OMP_NUM_THREADS": "1"},
-        )
-        processes = self._stack.enter_context(started)
-        self._sizes = {process: len(own) for process, own in zip(processes, numbers, strict=True)}
+        started = client_processes(_ATTEND, self._arguments, num_clients, num_processes)
+        for rank, process in enumerate(self._stack.enter_context(started)):
+            self._sizes[process] = len(range(rank, num_clients, num_processes))
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -26,7 +26,7 @@ from shoal.bench.experts import (
     ensure_files,
 )
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell, curve, measured, same_fields
-from shoal.bench.workers import Child, child, children
+from shoal.bench.workers import Child, ask_all, child, client_processes
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
@@ -448,24 +448,17 @@ class Fleet:
 
     def connect(self) -> None:
         """BenchmarkError when a server does not answer, or does not serve what it should."""
-        for answer in self._ask("connect", self._clients, {}):
+        for answer in ask_all(self._clients, "connect"):
             _values(answer)
 
     def latencies(self, ping_s: float, passes: Passes) -> list[float]:
         """Seconds of each batch of one client, while the others are silent."""
-        (answer,) = self._ask("latency", self._clients[:1], {"ping_s": ping_s, "passes": passes})
-        return _values(answer)
+        return _values(self._clients[0].ask("latency", ping_s=ping_s, passes=passes))
 
     def rates(self, ping_s: float, passes: Passes) -> list[float]:
         """Samples a second of all clients, in each run."""
-        answers = self._ask("throughput", self._clients, {"ping_s": ping_s, "passes": passes})
+        answers = ask_all(self._clients, "throughput", ping_s=ping_s, passes=passes)
         return [sum(parts) for parts in zip(*map(_values, answers), strict=True)]
-
-    @staticmethod
-    def _ask(order: str, clients: list[Child], details: dict[str, Any]) -> list[dict[str, Any]]:
-        for process in clients:
-            process.order(order=order, details=details)
-        return [process.expect()["answer"] for process in clients]
 
 
 @contextlib.contextmanager
@@ -480,15 +473,7 @@ def opened_fleet(config: LatencyConfig, seed: int, tell: Tell) -> Iterator[Fleet
         num_processes = config.client_processes
         tell(f"connecting {config.jobs} clients in {num_processes} processes")
         arguments = {"config": msgspec.to_builtins(config), "seed": seed, "servers": servers}
-        started = children(
-            _ATTEND,
-            [
-                {**arguments, "numbers": list(range(rank, config.jobs, num_processes))}
-                for rank in range(num_processes)
-            ],
-            name="Client process",
-            variables={"OMP_NUM_THREADS": "1"},
-        )
+        started = client_processes(_ATTEND, arguments, config.jobs, num_processes)
         fleet = Fleet(stack.enter_context(started))
         try:
             fleet.connect()

@@ -24,14 +24,13 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from shoal.bench.collectives import parse_size
 from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
-from shoal.bench.workers import Child, Parent, child, serve
+from shoal.bench.workers import Child, Parent, ask_all, child, resident_bytes, serve
 from shoal.core import (
     Address,
     BenchmarkError,
@@ -122,14 +121,13 @@ def run_peer(arguments: dict[str, Any], parent: Parent) -> None:
     peer = _BenchPeer(arguments)
     with LoopThread() as loop:
         loop.run(peer.open())
-        peer.loop = loop
         parent.tell(port=peer.port, pid=os.getpid())
-        serve(parent, peer)
+        serve(parent, peer, loop)
         parent.leave()
 
 
 class _BenchPeer:
-    """A member of the run as the benchmark orders it about; its public methods are the orders."""
+    """A member of the run as the benchmark orders it about; its public coroutines are the orders."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import torch
@@ -140,7 +138,6 @@ class _BenchPeer:
         secret = arguments["secret"]
         identity = Identity.generate()
         membership = Membership(identity, SwarmSecret.parse(secret)) if secret else None
-        self.loop: LoopThread
         self.port = 0
         self._number: int = arguments["number"]
         self._num_elements = arguments["size_bytes"] // 4
@@ -168,11 +165,8 @@ class _BenchPeer:
     def _serve_take(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         return Reply(buffers=[memoryview(self._part)[: head.payload]])
 
-    def join(self, contacts: list[int]) -> dict[str, float]:
+    async def join(self, contacts: list[int]) -> dict[str, float]:
         """Founds the run, or joins it; returns the seconds until this peer is listed."""
-        return self.loop.run(self._join([Peer(Address(_HOST, port)) for port in contacts]))
-
-    async def _join(self, contacts: list[Peer]) -> dict[str, float]:
         import torch
 
         began_s = time.monotonic()
@@ -183,7 +177,7 @@ class _BenchPeer:
             torch.zeros(self._num_elements),
             self._optimizer,
             settings=self._settings,
-            contacts=contacts,
+            contacts=[Peer(Address(_HOST, port)) for port in contacts],
             may_found=not contacts,
         )
         await self._run.__aenter__()
@@ -200,21 +194,15 @@ class _BenchPeer:
             await self._run.next_commit()
             self._steps.append((self._run.state.num_steps, time.monotonic()))
 
-    def contribute(self, samples: int = 1) -> dict[str, Any]:
+    async def contribute(self, samples: int = 1) -> dict[str, Any]:
         """Adds a gradient; returns when it began to."""
-        return self.loop.run(self._contribute(samples))
-
-    async def _contribute(self, samples: int) -> dict[str, Any]:
         now_s = time.monotonic()
         self._cpu_s["begun"] = time.process_time()
         self._run.add(self._gradient, samples)
         return {"began_s": now_s, "steps": self._run.state.num_steps}
 
-    def wait_for_step(self, after: int, limit_s: float, since_s: float = 0.0) -> dict[str, Any]:
+    async def wait_for_step(self, after: int, limit_s: float, since_s: float = 0.0) -> dict[str, Any]:
         """Waits for the first step after so many, and after a time; returns when it was committed here."""
-        return self.loop.run(self._wait_for_step(after, limit_s, since_s))
-
-    async def _wait_for_step(self, after: int, limit_s: float, since_s: float) -> dict[str, Any]:
         until_s = time.monotonic() + limit_s
         while not (times := [at_s for steps, at_s in self._steps if steps > after and at_s > since_s]):
             if time.monotonic() > until_s:
@@ -223,11 +211,8 @@ class _BenchPeer:
         cpu_s = time.process_time() - self._cpu_s.get("begun", 0.0)
         return {"at_s": times[0], "cpu_s": cpu_s}
 
-    def look(self, is_full: bool = False) -> dict[str, Any]:
+    async def look(self, is_full: bool = False) -> dict[str, Any]:
         """Tells where this peer is; with the hash of its parameters if `is_full`."""
-        return self.loop.run(self._look(is_full))
-
-    async def _look(self, is_full: bool) -> dict[str, Any]:
         run = self._run
         connections = [each for shard in self._transport._shards for each in shard.connections]
         return {
@@ -240,14 +225,11 @@ class _BenchPeer:
             "bits": run.state.fingerprint() if is_full else "",
             "is_balanced": run.ledger.is_balanced,
             "sent_bytes": sum(each.outbox.sent_bytes for each in connections if each.is_usable),
-            "rss_bytes": _rss_bytes(),
+            "rss_bytes": resident_bytes(os.getpid()),
         }
 
-    def move(self, ports: list[int]) -> dict[str, float]:
+    async def move(self, ports: list[int]) -> dict[str, float]:
         """Moves the bytes of a round to and from these peers, and does nothing else: the ceiling."""
-        return self.loop.run(self._move(ports))
-
-    async def _move(self, ports: list[int]) -> dict[str, float]:
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         share = 4 * self._num_elements // (len(ports) + 1)
         sizes = [min(len(self._part), share - begin) for begin in range(0, share, len(self._part))]
@@ -264,10 +246,9 @@ class _BenchPeer:
             buffers = [memoryview(self._part)[:size]]
             await self._transport.call(peer, "bench.give", buffers=buffers, deadline=Deadline.after(_HUNG_S))
 
-        every = [(peer, size) for size in sizes for peer in peers]
         async with Scope("move") as scope:
             for work in (give, take):
-                calls = [work(*one) for one in every]
+                calls = [work(peer, size) for size in sizes for peer in peers]
                 scope.start_soon(_all(calls), name="move")
         return {"began_s": began_s, "at_s": time.monotonic(), "cpu_s": time.process_time() - began_cpu_s}
 
@@ -276,13 +257,6 @@ async def _all(calls: Sequence[Any]) -> None:
     for outcome in await fanout(calls, Deadline.after(2 * _HUNG_S), limit=_NUM_IN_FLIGHT):
         if isinstance(outcome, Exception):
             raise outcome
-
-
-def _rss_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 # --- the swarm, as the measuring process sees it ---
@@ -305,6 +279,10 @@ class _Member:
 
     def hit(self, what: signal.Signals) -> None:
         os.kill(self.pid, what)
+
+
+_Looks = list[dict[str, Any]]
+"""What each member tells of itself, in their order."""
 
 
 class _Swarm:
@@ -344,12 +322,10 @@ class _Swarm:
     def ask(self, order: str, members: Sequence[_Member] | None = None, **details: Any) -> list[Any]:
         """Gives all the same order at once, and returns their answers."""
         asked = self.members if members is None else members
-        for member in asked:
-            member.process.order(order=order, details=details)
-        return [member.process.expect()["answer"] for member in asked]
+        return ask_all([member.process for member in asked], order, **details)
 
-    def settle(self) -> list[dict[str, Any]] | None:
-        """Waits until all are members of one list and nothing is pending; None if that does not come."""
+    def settle(self, otherwise: str = "The peers have not come to rest between two rounds.") -> _Looks:
+        """Waits until all are members of one list and nothing is pending; BenchmarkError otherwise."""
         until_s = time.monotonic() + _HUNG_S
         while time.monotonic() < until_s:
             looks = self.ask("look")
@@ -361,7 +337,7 @@ class _Swarm:
                 # too few for a round: as many more as it needs
                 self.ask("contribute", self.members[: max(0, self._config.num_peers - pending)])
             time.sleep(0.05)
-        return None
+        raise BenchmarkError(otherwise)
 
 
 class SwarmScenario:
@@ -417,8 +393,6 @@ class SwarmScenario:
 
     def _one_round(self, swarm: _Swarm) -> dict[str, float]:
         before = swarm.settle()
-        if before is None:
-            raise BenchmarkError("The peers have not come to rest between two rounds.")
         began = swarm.ask("contribute")
         ends = swarm.ask("wait_for_step", after=before[0]["steps"], limit_s=_HUNG_S)
         if any(end["at_s"] is None for end in ends):
@@ -454,9 +428,7 @@ class SwarmScenario:
                 num_hung += 1
             else:
                 times_s.append(after_s)
-            looks = swarm.settle()
-            if looks is None:
-                raise BenchmarkError(f"After a {kind} the peers have not become one run again.")
+            swarm.settle(f"After a {kind} the peers have not become one run again.")
             whole = swarm.ask("look", is_full=True)
             num_equal += len({look["bits"] for look in whole}) == 1
             for member, look in zip(swarm.members, whole, strict=True):
@@ -479,8 +451,6 @@ class SwarmScenario:
         committed a step, None if it never does.
         """
         before = swarm.settle()
-        if before is None:
-            raise BenchmarkError("The peers have not come to rest between two rounds.")
         victim = self._victim(swarm, role, before)
         spare = swarm.start(is_plain=victim.is_plain or role == "reducer") if kind == "kill" else None
         others = [member for member in swarm.members if member is not victim]
@@ -502,7 +472,7 @@ class SwarmScenario:
             return None
         return float(max(end["at_s"] for end in ends) - hit_s)
 
-    def _victim(self, swarm: _Swarm, role: str, looks: Sequence[Mapping[str, Any]]) -> _Member:
+    def _victim(self, swarm: _Swarm, role: str, looks: _Looks) -> _Member:
         """Chooses by role; one peer is never hit, and its memory tells of all failed rounds."""
         pairs = list(zip(swarm.members, looks, strict=True))
         pairs = [(member, look) for member, look in pairs if member.number != _OBSERVER]

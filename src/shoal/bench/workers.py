@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import inspect
 import os
 import secrets
 import selectors
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, Self, TypeVa
 
 import msgspec
 
-from shoal.core import BenchmarkError, Deadline, UsageError
+from shoal.core import BenchmarkError, Deadline, LoopThread, UsageError
 from shoal.core.loop import own_the_process
 from shoal.core.placement import Placement
 from shoal.core.processes import obey_interrupts
@@ -241,6 +242,29 @@ def children(
             raise
         for each in started:
             each.end()
+
+
+def client_processes(
+    function: str, arguments: dict[str, Any], num_clients: int, num_processes: int
+) -> contextlib.AbstractContextManager[list[Child]]:
+    """Run `module:name` in processes that share clients: each is told the `numbers` of its own."""
+    shares = [list(range(rank, num_clients, num_processes)) for rank in range(num_processes)]
+    each = [{**arguments, "numbers": numbers} for numbers in shares]
+    return children(function, each, name="Client process", variables={"OMP_NUM_THREADS": "1"})
+
+
+def ask_all(asked: Sequence[Child], order: str, **details: Any) -> list[Any]:
+    """Give all of them the same order at once, and return their answers; for children that `serve`."""
+    for process in asked:
+        process.order(order=order, details=details)
+    return [process.expect()["answer"] for process in asked]
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -659,14 +683,16 @@ def server_place(arguments: dict[str, Any]) -> tuple[BenchPlace, dict[str, Any]]
     return place, arguments["arguments"]
 
 
-def serve(parent: Parent, worker: object) -> None:
-    """Answer orders by the worker's methods until there are no more.
+def serve(parent: Parent, worker: object, loop: LoopThread | None = None) -> None:
+    """Answer orders by the worker's methods until there are no more; coroutines among them run on the loop.
 
     What one of them raises is told before anything is closed.
     """
     while (order := parent.receive()) is not None:
         try:
             answer = getattr(worker, order["order"])(**order["details"])
+            if loop is not None and inspect.iscoroutine(answer):
+                answer = loop.run(answer)
         except Exception as error:
             parent.fail(error)
             raise

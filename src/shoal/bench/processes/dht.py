@@ -101,7 +101,7 @@ class _Hosted:
 
 
 class PeerHost:
-    """The peers of one process. Its public coroutines are the orders that it takes."""
+    """The peers of one process. Its public methods are the orders that it takes."""
 
     def __init__(self, place: Callable[[int], PeerPlace], settings: DHTSettings, *, has_deaths: bool) -> None:
         self._place = place
@@ -291,6 +291,15 @@ class PeerHost:
         totals = sum((_totals_of(peer.dht) for peer in self._peers.values()), self._of_the_dead)
         return list(msgspec.structs.astuple(totals))
 
+    def settle(self) -> None:
+        """Peers have been made: hundreds of them are not garbage that is worth looking through again."""
+        gc.collect()
+        gc.freeze()
+
+    def memory(self) -> tuple[int, int]:
+        """What `memory` says of this process."""
+        return memory()
+
     async def close(self) -> None:
         """End all peers, without letting each other know."""
         await self.kill(list(self._peers))
@@ -343,26 +352,7 @@ def host(arguments: dict[str, Any], parent: Parent) -> None:
     peers = PeerHost(places, settings, has_deaths=arguments["has_deaths"])
     with LoopThread() as loop, contextlib.ExitStack() as closing:
         closing.callback(lambda: loop.run(peers.close()))
-        serve(parent, _Orders(loop, peers))
-
-
-class _Orders:
-    """What a process is ordered: the coroutines of its peers, on their loop, and what is of the process."""
-
-    def __init__(self, loop: LoopThread, peers: PeerHost) -> None:
-        self._loop = loop
-        self._peers = peers
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda **details: self._loop.run(getattr(self._peers, name)(**details))
-
-    def settle(self) -> None:
-        """Peers have been made: hundreds of them are not garbage that is worth looking through again."""
-        gc.collect()
-        gc.freeze()
-
-    def memory(self) -> tuple[int, int]:
-        return memory()
+        serve(parent, peers, loop)
 
 
 def memory() -> tuple[int, int]:
