@@ -3,8 +3,8 @@
 import msgspec
 
 from shoal.bench.compare import CompareConfig, Finish, compared
-from shoal.bench.frame import Measured, _Collected, measured
-from shoal.report import Report
+from shoal.bench.frame import _Collected, measured
+from shoal.report import Report, Row
 from shoal.simulate.job import CourseRecord, Moment, TrainingJob
 from shoal.simulate.world import World
 
@@ -55,10 +55,10 @@ def report_of(runs, config=None, extra=()):
     collected = _Collected()
     for name, records in runs.items():
         for told in Finish(name, 0.3 if name == "pair" else 0.2, records).told(config):
-            if isinstance(told, Measured):
+            if isinstance(told, Row):
                 collected.add(0, told)
             else:
-                collected._add_curve(told)
+                collected.add_curve(told)
     for name in runs:
         key = {"strategy": name, "learning_rate": 0.3 if name == "pair" else 0.2}
         collected.add(0, measured("chosen", key, [1.0]))

@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from shoal.bench.frame import Measured
 from shoal.bench.workers import WorkerSettings, end_with_parent
+from shoal.report import Row
 
 
 class Steady:
@@ -17,21 +17,17 @@ class Steady:
     def run(self, tell):
         tell("measuring")
         print("noise on stdout must not disturb")
-        yield Measured(
+        yield Row(
             key={"scenario": "steady"},
             metric="time",
             unit="s",
             direction="lower",
-            samples=[self.seed + 1.0, 2.0],
+            starts=[[self.seed + 1.0, 2.0]],
         )
         if self.seed in self.config.get("failing", ()):
-            yield Measured(
-                key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", error="it broke"
-            )
+            yield Row(key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", error="it broke")
         else:
-            yield Measured(
-                key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", samples=[1.0]
-            )
+            yield Row(key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", starts=[[1.0]])
         if self.seed in self.config.get("raising", ()):
             raise RuntimeError("no more")
         if self.seed in self.config.get("dying", ()):
@@ -78,6 +74,4 @@ class Crewed:
         tell("asking")
         with self.open_workers(WorkerSettings("bench.sample_workers:work", 1)) as workers:
             ((rank, _),) = workers.ask("describe")
-        yield Measured(
-            key={"rank": rank}, metric="seed", unit="", direction="lower", samples=[float(self.seed)]
-        )
+        yield Row(key={"rank": rank}, metric="seed", unit="", direction="lower", starts=[[float(self.seed)]])

@@ -12,8 +12,8 @@ from shoal.bench.accuracy import (
     where_reached,
 )
 from shoal.bench.contenders import Contender, strategy_contenders
-from shoal.bench.frame import Measured, MeasuredCurve
 from shoal.core import BenchmarkError, UsageError
+from shoal.report import Curve, Row
 
 NAMES = ("all-reduce", "pair", "ddp")
 CONFIG = AccuracyConfig(
@@ -58,18 +58,18 @@ def course():
 
 
 def test_curves_go_along_steps_seconds_and_bytes(course):
-    curves = by_name(course.told(CONFIG), MeasuredCurve)
-    accuracy = curves["accuracy", "pair", "iid"].points
+    curves = by_name(course.told(CONFIG), Curve)
+    accuracy = curves["accuracy", "pair", "iid"].starts[0]
     assert accuracy["value"] == [0.1, 0.5, 0.7]
     assert accuracy["step"] == [0, 2, 4]
     assert accuracy["s"] == [0, 2, 4]
     assert accuracy["bytes"] == [0, 20, 40]
-    assert curves["worst_accuracy", "pair", "iid"].points["value"] == [0.05, 0.3, 0.4]
+    assert curves["worst_accuracy", "pair", "iid"].starts[0]["value"] == [0.05, 0.3, 0.4]
     assert {metric for metric, *_ in curves} == {"accuracy", "worst_accuracy", "consensus_distance", "loss"}
 
 
 def test_rows_hold_what_was_at_the_end_and_when_the_target_was_reached(course):
-    rows = by_name(course.told(CONFIG), Measured)
+    rows = by_name(course.told(CONFIG), Row)
     samples = {metric: row.samples for (metric, *_), row in rows.items()}
     assert samples == {
         "final_accuracy": [0.7],
@@ -84,7 +84,7 @@ def test_rows_hold_what_was_at_the_end_and_when_the_target_was_reached(course):
 
 
 def test_a_target_that_was_not_reached_is_no_row_and_no_failure(course):
-    rows = by_name(course.told(msgspec.structs.replace(CONFIG, target_accuracy=0.9)), Measured)
+    rows = by_name(course.told(msgspec.structs.replace(CONFIG, target_accuracy=0.9)), Row)
     assert ("seconds_to_target", "pair", "iid") not in rows
     assert not [row for row in rows.values() if row.error]
 
@@ -92,8 +92,8 @@ def test_a_target_that_was_not_reached_is_no_row_and_no_failure(course):
 def test_bytes_that_the_group_does_not_see_are_not_told(course):
     course.run = AccuracyRun(1, Contender("ddp", "ddp"), "iid")
     told = list(course.told(CONFIG))
-    assert ("bytes_sent", "ddp", "iid") not in by_name(told, Measured)
-    assert all("bytes" not in curve.points for curve in by_name(told, MeasuredCurve).values())
+    assert ("bytes_sent", "ddp", "iid") not in by_name(told, Row)
+    assert all("bytes" not in curve.starts[0] for curve in by_name(told, Curve).values())
 
 
 class LearningWorkers(FakeWorkers):
@@ -131,7 +131,7 @@ def test_an_order_of_many_steps_has_as_long_as_other_benchmarks_give():
 
 def test_every_contender_is_trained_on_every_split():
     told = told_by(msgspec.structs.replace(CONFIG, splits=("iid", "dirichlet:0.1")))
-    rows = by_name(told, Measured)
+    rows = by_name(told, Row)
     assert len([key for key in rows if key[0] == "final_accuracy"]) == 6
     once = ["begin", ("train", 2), ("train", 2), ("train", 1), "finish"]
     assert LearningWorkers.latest.orders == ["ready", *once * 6]
@@ -141,14 +141,14 @@ def test_every_contender_is_trained_on_every_split():
 @pytest.mark.parametrize("moment", ["begin", "train", "finish"])
 def test_one_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
     monkeypatch.setattr(LearningWorkers, "failing", [(moment, "pair")])
-    rows = by_name(told_by(CONFIG), Measured)
+    rows = by_name(told_by(CONFIG), Row)
     assert rows["final_accuracy", "pair", "iid"].error == "rank 1 of 2 failed: pair broke. Try: again."
     assert [key[1] for key in rows if key[0] == "worst_final_accuracy"] == ["all-reduce", "ddp"]
 
 
 def test_one_that_diverges_is_a_row_and_the_crew_goes_on():
     contenders = (Contender("sma", "sma"), Contender("pair", "pair"))
-    rows = by_name(told_by(msgspec.structs.replace(CONFIG, contenders=contenders)), Measured)
+    rows = by_name(told_by(msgspec.structs.replace(CONFIG, contenders=contenders)), Row)
     assert "after 2 steps: it diverged" in rows["final_accuracy", "sma", "iid"].error
     assert rows["final_accuracy", "pair", "iid"].samples
     assert LearningWorkers.latest.orders[:4] == ["ready", "begin", ("train", 2), "finish"]
@@ -191,7 +191,7 @@ def test_workers_learn_under_each_kind_of_strategy():
         eval_every=30,
     )
     told = list(AccuracyScenario(msgspec.to_builtins(config), 0).run(lambda _: None))
-    rows = by_name(told, Measured)
+    rows = by_name(told, Row)
     assert not [row.error for row in rows.values() if row.error]
     for text in texts:
         assert rows["final_accuracy", text, "iid"].samples[0] > 0.7

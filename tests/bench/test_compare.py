@@ -27,8 +27,9 @@ from shoal.bench.compare import (
     suited,
     why_no_rate,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, Noted
+from shoal.bench.frame import Noted
 from shoal.core import BenchmarkError, UsageError
+from shoal.report import Curve, Row
 from shoal.simulate.contest import Trial, run_task
 from shoal.simulate.task_facts import facts_of
 from shoal.simulate.world import Compute, World
@@ -63,7 +64,7 @@ def run(monkeypatch):
 def rows_of(told, metric):
     rows = {}
     for each in told:
-        if isinstance(each, Measured) and each.metric == metric:
+        if isinstance(each, Row) and each.metric == metric:
             rows.setdefault(each.key["strategy"], []).append(each)
     return rows
 
@@ -177,8 +178,8 @@ def test_rows_hold_what_was_at_the_end_and_where_the_target_was_reached(run):
     assert samples_of(told, "worst_final_accuracy")["pair"] == pytest.approx([0.8, 0.8])
     behind = [(row.key["behind"], row.samples) for row in rows_of(told, "staleness")["pair"]]
     assert behind == [(0, [6.0]), (2, [3.0])] * 2
-    curves = [each for each in told if isinstance(each, MeasuredCurve) and each.metric == "accuracy"]
-    assert [curve.points["s"] for curve in curves] == [[0.0, 5.0, 10.0, 15.0], [0.0, 6.0, 12.0, 18.0]]
+    curves = [each for each in told if isinstance(each, Curve) and each.metric == "accuracy"]
+    assert [curve.starts[0]["s"] for curve in curves] == [[0.0, 5.0, 10.0, 15.0], [0.0, 6.0, 12.0, 18.0]]
     assert not rows_of(told, "not_reached")
 
 
@@ -229,7 +230,7 @@ def test_what_nobody_brought_to_its_end_has_no_last_figures(run):
     ] * 2
     assert samples_of(told, "seconds_to_target") == {"neighbor": [1.0, 1.0]}
     assert [row.key["why"] for row in rows_of(told, "ended_early")["neighbor"]] == [why] * 2
-    assert any(isinstance(each, MeasuredCurve) for each in told)
+    assert any(isinstance(each, Curve) for each in told)
 
 
 def test_who_diverges_at_every_rate_does_not_compete(run):

@@ -23,7 +23,7 @@ from shoal.bench.convergence import (
     summarize_convergence,
     together,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, Noted
+from shoal.bench.frame import Noted
 from shoal.core import BenchmarkError, UsageError
 from shoal.doctor.machine import Memory
 from shoal.report import Curve, Report, Row
@@ -70,17 +70,17 @@ def _as_json(answer):
 
 
 def rows(told, metric):
-    return [each for each in told if isinstance(each, Measured) and each.metric == metric]
+    return [each for each in told if isinstance(each, Row) and each.metric == metric]
 
 
 def test_each_seed_is_a_start_of_every_row_and_curve(measure):
     told = measure(course([0.1, 0.9, 0.5, 0.7], {0: 4}), course([0.2, 0.2, 0.2, 0.2], {0: 4}))
     assert [row.samples for row in rows(told, "val_accuracy")] == [[0.7], [0.2]]
     assert [row.samples for row in rows(told, "val_accuracy_last_5")] == [[pytest.approx(0.6)], [0.2]]
-    curves = [each for each in told if isinstance(each, MeasuredCurve)]
+    curves = [each for each in told if isinstance(each, Curve)]
     assert [curve.metric for curve in curves] == ["val_accuracy", "val_loss", "train_loss"] * 2
-    assert curves[0].points["step"] == [1024, 2048, 3072, 4096]
-    assert curves[2].points == {"value": [2.0], "step": [64], "s": [1.0]}
+    assert curves[0].starts[0]["step"] == [1024, 2048, 3072, 4096]
+    assert curves[2].starts[0] == {"value": [2.0], "step": [64], "s": [1.0]}
 
 
 def test_every_seed_counts_at_each_place_so_that_seeds_stay_in_order(measure):

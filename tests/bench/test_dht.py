@@ -34,10 +34,8 @@ NAMES = (
 
 def measure(mode=None, *, seed=0, is_virtual=False, **given):
     config = config_of(mode, given, is_virtual=is_virtual)
-    rows, told = [], []
-    for measured in make_scenario("dht", msgspec.to_builtins(config), seed).run(told.append):
-        fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction")}
-        rows.append(Row(**fields, starts=[measured.samples]))
+    told = []
+    rows = list(make_scenario("dht", msgspec.to_builtins(config), seed).run(told.append))
     report = Report(
         benchmark="dht",
         created="2026-01-01T00:00:00+00:00",

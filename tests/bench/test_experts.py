@@ -55,8 +55,7 @@ def measure(preset="minimalistic", **given):
         if measured.error is not None:
             errors.append(measured.error)
             continue
-        fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction")}
-        rows.append(Row(**fields, starts=[measured.samples]))
+        rows.append(measured)
     report = Report(
         benchmark="experts",
         created="2026-01-01T00:00:00+00:00",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.bench import latency
-from shoal.bench.frame import MeasuredCurve, make_scenario
+from shoal.bench.frame import make_scenario
 from shoal.bench.latency import (
     LatencyConfig,
     LatencyPoint,
@@ -26,7 +26,7 @@ from shoal.cli.program import run
 from shoal.core import PeerLost, UsageError
 from shoal.core.virtual import run_virtual
 from shoal.doctor.machine import Memory
-from shoal.report import Report, Row
+from shoal.report import Curve, Report
 
 SMALL = {"hid_dim": 16, "layers_per_gpu": 2, "batch_size": 4, "linspace_points": 2, "max_ping_s": 0.01}
 SMALL |= {"batches_for_latency": 2, "batches_for_throughput": 2, "throughput_runs": 2, "jobs": 4}
@@ -47,20 +47,20 @@ def test_a_failed_point_is_a_row_and_no_point_of_the_curve():
         for curve in curves([found("ours", 0.0, [5.0, 6.0]), failed], [0.0, 0.1])
         if curve.metric == "throughput"
     ]
-    assert first.points == {"value": [5.0], "ping_s": [0.0]}
-    assert second.points == {"value": [6.0], "ping_s": [0.0]}
+    assert first.starts[0] == {"value": [5.0], "ping_s": [0.0]}
+    assert second.starts[0] == {"value": [6.0], "ping_s": [0.0]}
 
 
 def test_what_has_no_delay_is_a_level_line():
     points = [found("fast", 0.0, [9.0, 9.5]), found("slow", 0.0, [8.0, 7.0]), found("slow", 0.1, [2.0, 1.0])]
     rates = [curve for curve in curves(points, [0.0, 0.1]) if curve.metric == "throughput"]
-    assert [(curve.key["method"], curve.points["value"]) for curve in rates] == [
+    assert [(curve.key["method"], curve.starts[0]["value"]) for curve in rates] == [
         ("fast", [9.0, 9.0]),
         ("fast", [9.5, 9.5]),
         ("slow", [8.0, 2.0]),
         ("slow", [7.0, 1.0]),
     ]
-    assert all(curve.points["ping_s"] == [0.0, 0.1] for curve in rates)
+    assert all(curve.starts[0]["ping_s"] == [0.0, 0.1] for curve in rates)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_all_methods_on_real_sockets():
     config = LatencyConfig(**SMALL, max_batch_size=8, passes=("forward", "forward+backward"))
     told = []
     measured = list(make_scenario("latency", msgspec.to_builtins(config), 0).run(told.append))
-    rows = [each for each in measured if not isinstance(each, MeasuredCurve)]
+    rows = [each for each in measured if not isinstance(each, Curve)]
     assert [row.error for row in rows if row.error] == []
     keys = [(row.key["method"], row.key["passes"], row.key["ping_ms"]) for row in rows]
     assert len(dict.fromkeys(keys)) == 2 + 2 * 2 * 2
@@ -293,10 +293,8 @@ def report(rates, errors=(), config=CONFIG_SUMMARY, num_starts=5):
         LatencyPoint(method=method, passes="forward", ping_s=ping_s, error="lost")
         for method, ping_s in errors
     ]
-    rows = []
-    for measured in (row for point in points for row in point.rows()):
-        fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction", "error")}
-        rows.append(Row(**fields, starts=[] if measured.error else [measured.samples] * num_starts))
+    found = (row for point in points for row in point.rows())
+    rows = [msgspec.structs.replace(row, starts=row.starts * num_starts) for row in found]
     made = Report(
         benchmark="latency",
         created="2026-01-01T00:00:00+00:00",

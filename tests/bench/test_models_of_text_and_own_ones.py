@@ -13,7 +13,7 @@ from shoal.bench.tables.training import summarize_training, training_items
 from shoal.bench.training import TrainingConfig, TrainingFlags, TrainingScenario, training_config
 from shoal.core import UsageError
 from shoal.models import model_named
-from shoal.report import Report, Row
+from shoal.report import Report
 
 NET = """
 from torch import nn
@@ -36,9 +36,7 @@ def net(tmp_path, monkeypatch):
 def report_of(benchmark, scenario, config):
     rows = {}
     for row in scenario.run(lambda text: None):
-        fields = {name: getattr(row, name) for name in ("key", "metric", "unit", "direction", "error")}
-        key = (row.metric, *map(str, row.key.items()))
-        rows[key] = Row(**fields, starts=[row.samples] if row.error is None else [])
+        rows[row.identity] = row
     return Report(benchmark=benchmark, created="", config=config, rows=list(rows.values()))
 
 

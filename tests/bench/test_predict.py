@@ -5,7 +5,6 @@ import pytest
 
 from shoal.bench.forecast.cost_model import Method, ModelLink, ModelNetwork, Terms, Work, iteration_s
 from shoal.bench.forecast.predict import forecast_curves, forecast_items, forecast_of, forecast_result
-from shoal.bench.frame import Measured
 from shoal.bench.scaling import ScalingConfig, ScalingScenario
 from shoal.core import ReportError
 from shoal.report import Report, Row
@@ -163,11 +162,7 @@ def test_real_runs_over_shaped_links_come_within_fifteen_percent(tmp_path, betwe
         should_predict=True,  # so that what mixing takes is measured too, which the formula counts
     )
     scenario = ScalingScenario(msgspec.to_builtins(config), 0)
-    rows = [
-        Row(key=row.key, metric=row.metric, unit=row.unit, direction=row.direction, starts=[row.samples])
-        for row in scenario.run(lambda text: None)
-        if isinstance(row, Measured)
-    ]
+    rows = [row for row in scenario.run(lambda text: None) if isinstance(row, Row)]
     report = Report(benchmark="scaling", created="", config=msgspec.to_builtins(config), rows=rows)
     checks = forecast_of(report).checks
     sizes = (4,) if between == "machines" else (2, 4)

@@ -58,7 +58,7 @@ def test_a_start_tells_what_the_scenario_says():
         {"benchmark": "bench.sample_scenarios:Crewed", "config": {}, "seed": 7}, None, told.append
     )
     assert told[0] == {"progress": "asking"}
-    assert told[1]["row"]["samples"] == [7.0]
+    assert told[1]["row"]["starts"] == [[7.0]]
 
 
 class Losing(SoloGroup):

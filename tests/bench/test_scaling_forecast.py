@@ -21,8 +21,8 @@ def test_what_one_start_measured_is_extended_to_many_workers():
     curves = list(predicted_curves(CONFIG, list(measured()), print))
     assert curves
     for curve in curves:
-        assert max(curve.points["num_workers"]) >= 1000
-        assert len(curve.points["value"]) == len(curve.points["num_workers"])
+        assert max(curve.starts[0]["num_workers"]) >= 1000
+        assert len(curve.starts[0]["value"]) == len(curve.starts[0]["num_workers"])
 
 
 def test_without_figures_the_reason_is_told():

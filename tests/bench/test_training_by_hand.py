@@ -22,7 +22,7 @@ from shoal.bench.training_by_hand import (
 )
 from shoal.core import Address, PeerLost, Placement, UsageError
 from shoal.core.run_options import RunOptions
-from shoal.report import Report, Row
+from shoal.report import Report
 
 HOSTS = ("ps0:2222,ps1:2222", "w0:1,w1:1,w2:1")
 
@@ -75,15 +75,10 @@ def test_a_worker_by_hand_does_its_own_number_of_iterations_with_plain_sgd():
 
 def test_the_figures_of_one_worker():
     key = {"strategy": "parameter-server", "rank": 1}
-    rows = []
-    for metric, samples in (
-        ("examples_per_s_per_worker", [10.0, 14.0]),
-        ("seconds_per_iteration", [0.1, 0.2]),
-    ):
-        told = msgspec.to_builtins(measured(metric, key))
-        rows.append(
-            Row(**{name: told[name] for name in ("key", "metric", "unit", "direction")}, starts=[samples])
-        )
+    rows = [
+        measured("examples_per_s_per_worker", key, [10.0, 14.0]),
+        measured("seconds_per_iteration", key, [0.1, 0.2]),
+    ]
     config = msgspec.to_builtins(TrainingConfig(model="lenet", num_workers=2))
     report = Report(benchmark="training", created="", config=config, rows=rows)
     assert worker_items(report) == ["Img/sec per worker: 12.0 +-3.9"]

@@ -9,7 +9,7 @@ import pytest
 from shoal.bench.frame import make_scenario
 from shoal.bench.transport import SHORT, RawClient, RawTlsClient, receive_exactly, summarize_transport
 from shoal.bench.workers import child
-from shoal.report import Report, Row
+from shoal.report import Report
 
 TINY = msgspec.structs.replace(
     SHORT, repeats=1, block_s=0.05, num_latency_calls=20, virtual_peers=5, virtual_s=2
@@ -18,10 +18,7 @@ TINY = msgspec.structs.replace(
 
 @pytest.fixture(scope="module")
 def report():
-    rows = []
-    for measured in make_scenario("transport", msgspec.to_builtins(TINY), seed=1).run(lambda _: None):
-        fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction")}
-        rows.append(Row(**fields, starts=[measured.samples]))
+    rows = list(make_scenario("transport", msgspec.to_builtins(TINY), seed=1).run(lambda _: None))
     return Report(benchmark="transport", created="2026-01-01T00:00:00+00:00", rows=rows)
 
 

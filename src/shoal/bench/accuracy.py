@@ -34,16 +34,7 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import (
-    Measured,
-    MeasuredCurve,
-    RowKey,
-    RunFlags,
-    Tell,
-    curve,
-    measured,
-    same_fields,
-)
+from shoal.bench.frame import RowKey, RunFlags, Tell, curve, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -58,6 +49,7 @@ from shoal.bench.workers import (
 )
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.run_options import flag
+from shoal.report import Curve, Row
 
 if TYPE_CHECKING:
     import torch
@@ -402,7 +394,7 @@ class AccuracyCourse:
         self.values[DISTANCE].append(first.consensus_distance or 0.0)
         self.values[LOSS].append(first.mean_loss or 0.0)
 
-    def told(self, config: AccuracyConfig) -> Iterator[Measured | MeasuredCurve]:
+    def told(self, config: AccuracyConfig) -> Iterator[Row | Curve]:
         """Its rows and curves."""
         axes = dict(self.axes)
         finals = {
@@ -434,7 +426,7 @@ class AccuracyScenario:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), AccuracyConfig), seed=seed)
         self.open_workers: OpenWorkers = LocalWorkers
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
+    def run(self, tell: Tell) -> Iterator[Row | Curve]:
         """One run after another; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(

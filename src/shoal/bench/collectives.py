@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from shoal.bench.contenders import DeviceKind, device_of, synchronize
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import RowKey, Tell
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
@@ -247,7 +247,7 @@ class CollectivesScenario:
         self._seed = seed
         self.open_workers: OpenWorkers = LocalWorkers
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
         for settings, key in self._settings():
@@ -282,7 +282,7 @@ class CollectivesScenario:
                 key if config.profile is None else {**key, "profile": config.profile},
             )
 
-    def _measure(self, workers: Workers, op: str, key: RowKey) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, op: str, key: RowKey) -> Iterator[Row]:
         size_bytes = int(key["size_bytes"])
         repeats = self._config.repeats or usual_repeats(size_bytes, self._config.device)
         num_rounds = min(_ROUNDS, repeats)
@@ -303,9 +303,8 @@ class CollectivesScenario:
             if wrong:
                 yield _row(op, _key_of(key, via), error=wrong[0])
             else:
-                yield _row(
-                    op, _key_of(key, via), samples=[max(times) for times in zip(*outcomes, strict=True)]
-                )
+                samples = [max(times) for times in zip(*outcomes, strict=True)]
+                yield _row(op, _key_of(key, via), starts=[samples])
 
 
 def _key_of(key: RowKey, via: str) -> RowKey:
@@ -320,8 +319,8 @@ def usual_repeats(size_bytes: int, device: str) -> int:
     return next(repeats for limit, repeats in _REPEATS[device] if size_bytes <= limit)
 
 
-def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
-    return Measured(key=key, metric=op, unit="s", direction="lower", **outcome)
+def _row(op: str, key: RowKey, **outcome: Any) -> Row:
+    return Row(key=key, metric=op, unit="s", direction="lower", **outcome)
 
 
 # --- a worker ---

@@ -17,12 +17,13 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.contenders import Contender, is_swarm, needs_servers, sends_by_itself, strategy_contenders
-from shoal.bench.frame import Measured, MeasuredCurve, Noted, RowKey, Tell, curve, measured
+from shoal.bench.frame import Noted, RowKey, Tell, curve, measured
 from shoal.bench.processes.compare import RealContest
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.data.splits import IID, check_split
+from shoal.report import Curve, Row
 from shoal.report.units import digits
 from shoal.simulate.contest import Executor, Trial
 from shoal.simulate.exact import run_exact
@@ -359,7 +360,7 @@ class Finish(msgspec.Struct, frozen=True):
         """The key of its rows and curves."""
         return {"strategy": self.name}
 
-    def told(self, config: CompareConfig) -> Iterator[Measured | MeasuredCurve]:
+    def told(self, config: CompareConfig) -> Iterator[Row | Curve]:
         """One sample, and one line, for each seed."""
         facts = facts_of(config.task)
         for record in self.records:
@@ -381,7 +382,7 @@ class Finish(msgspec.Struct, frozen=True):
             if record.has_ended_early:
                 yield measured(ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
 
-    def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[MeasuredCurve]:
+    def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[Curve]:
         if not record.moments:
             return
         axes = {
@@ -399,7 +400,7 @@ class Finish(msgspec.Struct, frozen=True):
             values = [float(getattr(moment, field)) for moment in record.moments]
             yield curve(metric, self.key, {**axes, "value": values})
 
-    def _waits(self) -> Iterator[Measured]:
+    def _waits(self) -> Iterator[Row]:
         maps = [record.waited_s for record in self.records if record.waited_s]
         if not maps or len(maps[0]) > MAX_MAPPED:
             return
@@ -492,7 +493,7 @@ class CompareScenario:
         self._config = read_config(config)
         self._num_processes = num_cores()
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
+    def run(self, tell: Tell) -> Iterator[Row | Curve | Noted]:
         """Tune, then compete; a contender whose run fails is a row, and the others go on."""
         config = self._config
         began_s = time.perf_counter()
@@ -549,7 +550,7 @@ class CompareScenario:
 
     def _tuning_rows(
         self, tried: Mapping[str, Mapping[float, Ran]], rates: Mapping[str, float]
-    ) -> Iterator[Measured]:
+    ) -> Iterator[Row]:
         """Last scores by rate, and which rate each competed with."""
         metric = score_of(facts_of(self._config.task), "tuning")
         for name, by_rate in tried.items():

@@ -17,23 +17,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import DeviceChoice, device_of
-from shoal.bench.frame import (
-    Measured,
-    MeasuredCurve,
-    Noted,
-    RowKey,
-    RunFlags,
-    Tell,
-    curve,
-    measured,
-    same_fields,
-)
+from shoal.bench.frame import Noted, RowKey, RunFlags, Tell, curve, measured, same_fields
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import memory
-from shoal.report import Curve, Report
+from shoal.report import Curve, Report, Row
 from shoal.report.curves import BEHIND, STALENESS, evenly
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.tables import Column, Table
@@ -221,7 +211,7 @@ class ConvergenceScenario:
         self._config = msgspec.convert(dict(config), ConvergenceConfig)
         self._key: RowKey = {"contender": self._config.setup}
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
+    def run(self, tell: Tell) -> Iterator[Row | Curve | Noted]:
         """Train with every seed; one that fails or diverges is a row with its error."""
         config, began_s = self._config, time.perf_counter()
         tasks = [
@@ -249,7 +239,7 @@ class ConvergenceScenario:
         wall_s = round(time.perf_counter() - began_s, 2)
         yield Noted(facts={"wall_s": wall_s, "wall_s_by_seed": seconds, "num_processes": num_processes})
 
-    def _rows(self, result: MixtureResult) -> Iterator[Measured]:
+    def _rows(self, result: MixtureResult) -> Iterator[Row]:
         for metric, num_last in NUM_LAST.items():
             last = [each.accuracy for each in result.evaluations[-num_last:]]
             yield measured(metric, self._key, [statistics.median(last)])
@@ -265,7 +255,7 @@ class ConvergenceScenario:
         for metric, figure in figures.items():
             yield measured(metric, self._key, [figure])
 
-    def _curves(self, result: MixtureResult) -> Iterator[MeasuredCurve]:
+    def _curves(self, result: MixtureResult) -> Iterator[Curve]:
         for metric, taken, field in (
             (ACCURACY, result.evaluations, "accuracy"),
             (VAL_LOSS, result.evaluations, "loss"),
@@ -278,7 +268,7 @@ class ConvergenceScenario:
             }
             yield curve(metric, self._key, points)
 
-    def _histograms(self, results: Sequence[MixtureResult]) -> Iterator[Measured]:
+    def _histograms(self, results: Sequence[MixtureResult]) -> Iterator[Row]:
         """Each seed's count at every place that any seed has, so that seeds stay in order."""
         counted = {TRAINERS: [result.staleness for result in results]}
         if self._config.has_gate:

@@ -34,7 +34,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     tell_sharing,
 )
-from shoal.bench.frame import Measured, RunFlags, Tell, measured, same_fields
+from shoal.bench.frame import RunFlags, Tell, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -349,7 +349,7 @@ class DdpScenario:
         self._warm_model: str | None = None
         self.open_workers: OpenWorkers = LocalWorkers
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Model by model; a stage that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
@@ -362,7 +362,7 @@ class DdpScenario:
             for model, stage in itertools.product(config.models, stages):
                 yield from self._measure(workers, model, stage, tell)
 
-    def _compare_machines(self, workers: Workers, hosts: list[str], tell: Tell) -> Iterator[Measured]:
+    def _compare_machines(self, workers: Workers, hosts: list[str], tell: Tell) -> Iterator[Row]:
         if len({*hosts}) == 1:
             return
         machines = [machine for machine in workers.ask("machine") if machine is not None]
@@ -380,7 +380,7 @@ class DdpScenario:
             workers.ask("warm_up", model=model)
             self._warm_model = model
 
-    def _measure(self, workers: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Measured]:
+    def _measure(self, workers: Workers, model: str, stage: SweepStage, tell: Tell) -> Iterator[Row]:
         config = self._config
         entry = entry_of(model, config.image_size, config.sequence_length)
         inputs = {"num_tokens": entry.num_tokens, "image_size": entry.image_side}

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
+from shoal.report import Row
 
 if TYPE_CHECKING:
     from shoal.bench.processes.dht import BenchSwarm, Details
@@ -306,7 +307,7 @@ class DhtScenario:
         self._config = msgspec.convert(dict(config), DhtConfig)
         self._seed = seed
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Let it live, and tell what it took."""
         began_s = time.perf_counter()
         if self._config.profile is not None:
@@ -392,7 +393,7 @@ class Phase:
         for reason, count in failures.items():
             self.failures[reason] = self.failures.get(reason, 0) + count
 
-    def rows(self, key: RowKey, *, has_deaths: bool) -> Iterator[Measured]:
+    def rows(self, key: RowKey, *, has_deaths: bool) -> Iterator[Row]:
         """Raw samples, and figures that are one number each."""
         raw: dict[str, Sequence[float]] = {
             "latency": self.latencies_s,
@@ -437,7 +438,7 @@ class DhtOutcome:
     simulated_s: float | None = None
     """How long the virtual world has lasted; None on sockets."""
 
-    def rows(self, config: DhtConfig, wall_s: float) -> Iterator[Measured]:
+    def rows(self, config: DhtConfig, wall_s: float) -> Iterator[Row]:
         """Tell the report what was measured. Failures and expired batches are there where there are any."""
         key: RowKey = {"scenario": config.mode, "num_peers": config.num_peers}
         if config.profile is not None:

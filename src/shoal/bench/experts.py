@@ -18,14 +18,14 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, Tell, measured, same_fields
+from shoal.bench.frame import RowKey, Tell, measured, same_fields
 from shoal.bench.workers import Child, child, client_processes, resident_bytes
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
-from shoal.report import Report
+from shoal.report import Report, Row
 from shoal.report.schema import by_reason, by_start, with_failed
 from shoal.report.statistics import known_percentiles
 from shoal.report.units import counted, ranged, rounded
@@ -317,7 +317,7 @@ class ExpertsOutcome:
     num_lost: int = 0
     complaint: str = ""
 
-    def rows(self, config: ExpertsConfig, total_s: float) -> Iterator[Measured]:
+    def rows(self, config: ExpertsConfig, total_s: float) -> Iterator[Row]:
         """Tell the report what was measured, and an error where calls failed."""
         key: RowKey = {
             "scenario": config.preset,
@@ -381,7 +381,7 @@ class ExpertsScenario:
         self._config = msgspec.convert(dict(config), ExpertsConfig)
         self._seed = seed
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Serve and ask, and tell what it took."""
         began_s = time.perf_counter()
         config = self._config

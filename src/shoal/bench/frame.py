@@ -19,9 +19,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 import shoal
 from shoal.bench.contenders import without_defaults
@@ -31,52 +32,30 @@ from shoal.core.run_options import flag
 from shoal.core.untrusted import visible
 from shoal.doctor.machine import Watch, describe_code, describe_machine
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
-from shoal.report.schema import Direction
+from shoal.report.schema import Identity
 from shoal.report.tables import emit
 from shoal.report.words import METRICS
 
+T = TypeVar("T", Row, Curve)
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
 Receive = Callable[[dict[str, Any]], None]
 """Takes what a start tells: `progress`, `row`, `curve`, or what the `machine` was that it ran on."""
 
 
-class Measured(msgspec.Struct, kw_only=True):
-    """What one start found out about one row: raw samples, or why there are none."""
-
-    key: RowKey
-    metric: str
-    unit: str
-    direction: Direction
-    samples: list[float] = msgspec.field(default_factory=list)
-    error: str | None = None
-
-
 def measured(
     metric: str, key: Mapping[str, Any], samples: Sequence[float] = (), error: str | None = None
-) -> Measured:
-    """A row of a figure whose unit and direction stand in `report.words`: its samples, or why it has none."""
+) -> Row:
+    """The row of one start: samples of a figure that `report.words` has, or why there are none."""
     _, unit, direction = METRICS[metric]
-    return Measured(
-        key=dict(key), metric=metric, unit=unit, direction=direction, samples=list(samples), error=error
-    )
+    starts = [list(samples)] if error is None else []
+    return Row(key=dict(key), metric=metric, unit=unit, direction=direction, starts=starts, error=error)
 
 
-class MeasuredCurve(msgspec.Struct, kw_only=True):
-    """How something went in one start: values, and where they were taken along each axis, as 'step'."""
-
-    key: RowKey
-    metric: str
-    unit: str
-    direction: Direction
-    points: dict[str, list[float]]
-    """`value`, and the axes: of one length."""
-
-
-def curve(metric: str, key: RowKey, points: dict[str, list[float]]) -> MeasuredCurve:
-    """A curve of a figure whose unit and direction stand in `report.words`."""
+def curve(metric: str, key: RowKey, points: dict[str, list[float]]) -> Curve:
+    """The curve of one start: `value`, and where it was taken along each axis, as 'step'."""
     _, unit, direction = METRICS[metric]
-    return MeasuredCurve(key=key, metric=metric, unit=unit, direction=direction, points=points)
+    return Curve(key=key, metric=metric, unit=unit, direction=direction, starts=[points])
 
 
 class Noted(msgspec.Struct, kw_only=True):
@@ -96,8 +75,11 @@ class Scenario(Protocol):
     `OpenWorkers`, which is `LocalWorkers` unless one has.
     """
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
-        """Measure once, in this process and its children; `tell` says what is being done."""
+    def run(self, tell: Tell) -> Iterator[Row | Curve | Noted]:
+        """Measure once, in this process and its children; `tell` says what is being done.
+
+        Each row and curve has this one start.
+        """
 
 
 class RunSettings(msgspec.Struct, frozen=True):
@@ -256,12 +238,11 @@ def run_start(arguments: dict[str, Any], parent: Parent) -> None:
 
 def tell_rows(scenario: Scenario, tell: Receive) -> None:
     """Run a scenario, and tell all that it says as messages."""
-    for measured in scenario.run(lambda text: tell({"progress": text})):
-        if isinstance(measured, Noted):
-            tell({"machine": measured.facts})
+    for found in scenario.run(lambda text: tell({"progress": text})):
+        if isinstance(found, Noted):
+            tell({"machine": found.facts})
             continue
-        kind = "row" if isinstance(measured, Measured) else "curve"
-        tell({kind: msgspec.to_builtins(measured)})
+        tell({"row" if isinstance(found, Row) else "curve": msgspec.to_builtins(found)})
 
 
 def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scenario:
@@ -275,8 +256,8 @@ class _Collected:
     """Rows of one version as they come in, in the order of their first appearance."""
 
     def __init__(self) -> None:
-        self._told: dict[str, list[tuple[int, Measured]]] = {}
-        """By what is the same in all starts: the number of each start, and what it found."""
+        self._told: dict[Identity, list[tuple[int, Row]]] = {}
+        """The number of each start, and what it found."""
         self._curves: dict[str, Curve] = {}
         self.machine: dict[str, Any] = {}
         """What is told of another machine than this one, where it measured."""
@@ -290,9 +271,9 @@ class _Collected:
             elif "machine" in message:
                 self.machine |= message["machine"]
             elif "curve" in message:
-                self._add_curve(msgspec.convert(message["curve"], MeasuredCurve))
+                self.add_curve(_read(message["curve"], Curve, "points"))
             else:
-                self.add(start, msgspec.convert(message["row"], Measured))
+                self.add(start, _read(message["row"], Row, "samples"))
 
         try:
             run(receive)
@@ -301,44 +282,40 @@ class _Collected:
             text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
             self.add(start, measured("completed", {"scenario": "start"}, error=text))
 
-    def _add_curve(self, curve: MeasuredCurve) -> None:
-        name = _name(curve)
-        if name not in self._curves:
-            fields = {name: getattr(curve, name) for name in ("key", "metric", "unit", "direction")}
-            self._curves[name] = Curve(**fields, starts=[])
-        self._curves[name].starts.append(curve.points)
+    def add_curve(self, found: Curve) -> None:
+        """Take how something went in one start."""
+        known = self._curves.setdefault(f"{sorted(found.key.items())} {found.metric}", found)
+        if known is not found:
+            known.starts.extend(found.starts)
 
     def curves(self) -> list[Curve]:
         """Each with all its starts."""
         return list(self._curves.values())
 
-    def add(self, start: int, found: Measured) -> None:
+    def add(self, start: int, found: Row) -> None:
         """Take what one start found out about a row."""
-        self._told.setdefault(_name(found), []).append((start, found))
+        self._told.setdefault(found.identity, []).append((start, found))
 
     def rows(self) -> list[Row]:
         """One row for what was measured, and one more for every start in which it failed."""
         rows = []
         for told in self._told.values():
-            first = told[0][1]
-            starts = [found.samples for _, found in told if found.error is None]
-            if starts:
-                rows.append(_row(first, key=first.key, starts=starts))
+            if starts := [samples for _, found in told for samples in found.starts]:
+                rows.append(replace(told[0][1], starts=starts, error=None))
             rows += [
-                _row(found, key={**found.key, "start": start + 1}, error=found.error)
+                replace(found, key={**found.key, "start": start + 1})
                 for start, found in told
                 if found.error is not None
             ]
         return rows
 
 
-def _name(told: Measured | MeasuredCurve) -> str:
-    """What is the same for one figure in all starts."""
-    return f"{sorted(told.key.items())} {told.metric}"
-
-
-def _row(measured: Measured, **fields: Any) -> Row:
-    return Row(metric=measured.metric, unit=measured.unit, direction=measured.direction, **fields)
+def _read(told: dict[str, Any], kind: type[T], start: str) -> T:
+    """A row or a curve as a process tells it; older versions have its one start under a name of its own."""
+    if start in told:
+        only = told.pop(start)
+        told["starts"] = [only] if only else []
+    return msgspec.convert(told, kind)
 
 
 # --- another version of the code ---

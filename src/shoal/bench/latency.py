@@ -25,13 +25,13 @@ from shoal.bench.experts import (
     check_device,
     ensure_files,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell, curve, measured, same_fields
+from shoal.bench.frame import RowKey, Tell, curve, measured, same_fields
 from shoal.bench.workers import Child, ask_all, child, client_processes
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, gpus, memory
-from shoal.report import Report, Row
+from shoal.report import Curve, Report, Row
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import MIN_SEEDS, MIN_TIMED_STARTS, lead_of, start_medians
 from shoal.report.units import counted, digits, scale_for
@@ -313,7 +313,7 @@ class LatencyPoint(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: list[float] = []
     error: str | None = None
 
-    def rows(self) -> Iterator[Measured]:
+    def rows(self) -> Iterator[Row]:
         """The rows of this point in a report."""
         key: RowKey = {"method": self.method, "passes": self.passes, "ping_ms": round(1e3 * self.ping_s, 6)}
         yield measured("throughput", key, self.samples_per_s, self.error)
@@ -328,7 +328,7 @@ class LatencyScenario:
         self._config = msgspec.convert(dict(config), LatencyConfig)
         self._seed = seed
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
+    def run(self, tell: Tell) -> Iterator[Row | Curve]:
         """Measure, or simulate, and tell row after row, then all of them as curves."""
         all_found = []
         for found in self._simulated(tell) if self._config.is_virtual else self._measured(tell):
@@ -412,7 +412,7 @@ class LatencyScenario:
             yield msgspec.convert({**task, **told}, LatencyPoint)
 
 
-def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Iterator[MeasuredCurve]:
+def curves(all_found: Sequence[LatencyPoint], pings_s: Sequence[float]) -> Iterator[Curve]:
     """A line over the pings for each method: one for each run, and each measured batch, so that they differ.
 
     What has no delay is as fast at every ping.

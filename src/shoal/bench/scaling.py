@@ -39,13 +39,13 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import Measured, MeasuredCurve, RowKey, RunFlags, Tell, curve, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
-from shoal.report import DEFAULT_FOLDER, Report, Row
+from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
 from shoal.report.units import counted
 from shoal.strategies.registry import canonical, find
 
@@ -360,7 +360,7 @@ class ScalingScenario:
         self._what = "img" if self._config.sequence_length is None else "tok"
         self.open_workers: OpenWorkers = LocalWorkers
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
+    def run(self, tell: Tell) -> Iterator[Row | Curve]:
         """Every point in turn; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
@@ -369,7 +369,7 @@ class ScalingScenario:
             msgspec.to_builtins(config),
             _ANSWER_S,
         )
-        rows: list[Measured] = []
+        rows: list[Row] = []
         with self.open_workers(settings) as workers:
             for batch_size in config.batch_sizes:
                 alone = self._measure_alone(workers, batch_size, tell)
@@ -395,13 +395,13 @@ class ScalingScenario:
         if config.should_predict:
             yield from predicted_curves(config, rows, tell)
 
-    def _in_its_unit(self, row: Measured) -> Measured:
+    def _in_its_unit(self, row: Row) -> Row:
         """The same row, which for a model of text counts tokens a second."""
         if self._config.sequence_length is None or row.metric not in AS_TOKENS:
             return row
         return msgspec.structs.replace(row, metric=AS_TOKENS[row.metric], unit="tokens/s")
 
-    def _mixings(self, workers: Workers) -> list[Measured]:
+    def _mixings(self, workers: Workers) -> list[Row]:
         """How long workers take to add one model to another, all at once."""
         return [
             measured(MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)])
@@ -473,7 +473,7 @@ class ScalingScenario:
 
 def rows_of(
     place: ScalingPoint, by_strategy: Mapping[str, PointSpeeds], alone: Sequence[Speeds]
-) -> Iterator[Measured]:
+) -> Iterator[Row]:
     """The figures of all strategies at one number of workers and batch size, and of the ceiling there.
 
     `alone` are all iterations of one worker under `none`.
@@ -498,37 +498,29 @@ def rows_of(
 
 def processor_rows(
     metric: str, machines: Sequence[Sequence[Any]], num_workers: Sequence[int]
-) -> Iterator[Measured]:
+) -> Iterator[Row]:
     """How many cores or GPUs a worker has, where each rank has told its machine's name and their number."""
     for count in num_workers:
         processors = {str(name): int(number) for name, number in machines[:count]}
         yield measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
 
 
-def _speed_rows(point: ScalingPoint, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Measured]:
+def _speed_rows(point: ScalingPoint, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Row]:
     totals = [sum(each) for each in speeds]
     yield measured(SPEED, point.key, totals)
     yield measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
 
 
-def predicted_curves(config: ScalingConfig, rows: Sequence[Measured], tell: Tell) -> Iterator[MeasuredCurve]:
-    """Yield the curves to more workers than one start has measured; a benchmark never fails for them."""
+def predicted_curves(config: ScalingConfig, rows: list[Row], tell: Tell) -> list[Curve]:
+    """Return the curves to more workers than one start has measured; a benchmark never fails for them."""
     from shoal.bench.forecast.predict import forecast_curves, forecast_of
 
-    fields = ("key", "metric", "unit", "direction", "error")
-    told = [
-        Row(**{name: getattr(row, name) for name in fields}, starts=[] if row.error else [row.samples])
-        for row in rows
-    ]
-    report = Report(benchmark="scaling", created="", config=msgspec.to_builtins(config), rows=told)
+    report = Report(benchmark="scaling", created="", config=msgspec.to_builtins(config), rows=rows)
     try:
-        curves = forecast_curves(forecast_of(report))
+        return forecast_curves(forecast_of(report))
     except ShoalError as error:
         tell(f"no prediction: {error.what}")
-        return
-    for predicted in curves:
-        for points in predicted.starts:
-            yield curve(predicted.metric, predicted.key, points)
+        return []
 
 
 # --- a worker ---

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.bench.collectives import parse_size
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.bench.workers import Child, Parent, ask_all, child, resident_bytes, serve
 from shoal.core import (
     Address,
@@ -44,7 +44,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
-from shoal.report import Report
+from shoal.report import Report, Row
 from shoal.report.schema import with_failed
 from shoal.report.statistics import known_percentile
 from shoal.transport import Head, Membership, Reply, StreamTransport, SwarmSecret
@@ -349,7 +349,7 @@ class SwarmScenario:
         key: RowKey = {"peers": self._config.num_peers, "size_bytes": self._config.size_bytes}
         self._key: RowKey = {**key, "via": "plain" if self._config.is_plain else "tls"}
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Joining, clean rounds beside the ceiling, then faults."""
         config = self._config
         with contextlib.ExitStack() as stack:
@@ -368,12 +368,12 @@ class SwarmScenario:
         if config.hivemind is not None:
             yield from measure_hivemind(config.hivemind, config, self._choice, tell)
 
-    def _row(self, metric: str, key: RowKey, samples: Sequence[float]) -> Measured:
+    def _row(self, metric: str, key: RowKey, samples: Sequence[float]) -> Row:
         return measured(metric, {**self._key, **key}, samples)
 
     # --- undisturbed ---
 
-    def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Measured]:
+    def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Row]:
         from shoal.swarm.run import PIN_S
 
         found: dict[str, list[float]] = {}
@@ -418,7 +418,7 @@ class SwarmScenario:
 
     # --- with faults ---
 
-    def _faults(self, swarm: _Swarm, kind: str, num: int, tell: Tell) -> Iterator[Measured]:
+    def _faults(self, swarm: _Swarm, kind: str, num: int, tell: Tell) -> Iterator[Row]:
         usual_s = self._one_round(swarm)["round"]
         times_s: list[float] = []
         num_hung = num_equal = 0
@@ -486,9 +486,7 @@ class SwarmScenario:
 # --- hivemind beside it ---
 
 
-def measure_hivemind(
-    python: str, config: SwarmConfig, choice: random.Random, tell: Tell
-) -> Iterator[Measured]:
+def measure_hivemind(python: str, config: SwarmConfig, choice: random.Random, tell: Tell) -> Iterator[Row]:
     """The same tensors through hivemind's averager, in processes of an environment that has it."""
     key: RowKey = {"peers": config.num_peers, "size_bytes": config.size_bytes, "via": "hivemind"}
     rounds_s: list[float] = []

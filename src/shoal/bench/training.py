@@ -38,7 +38,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -54,6 +54,7 @@ from shoal.bench.workers import (
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
+from shoal.report import Row
 from shoal.report.tables import emit
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ class TrainingScenario:
         self._sleep_s = 0.0
         self.open_workers: OpenWorkers = LocalWorkers
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
         config = self._config
         settings = WorkerSettings(
@@ -442,7 +443,7 @@ class TrainingScenario:
         self._measured[name].error = one_line(error)
         tell(f"{name} failed: {self._measured[name].error}")
 
-    def _rows(self) -> Iterator[Measured]:
+    def _rows(self) -> Iterator[Row]:
         ceilings = [blocks for kept in self._measured.values() for blocks in kept.ceilings]
         found = {NONE: StrategyBlocks(ceilings)} if ceilings else {}
         for name, kept in (found | self._measured).items():
@@ -485,7 +486,7 @@ class StrategyBlocks(msgspec.Struct):
     error: str | None = None
 
 
-def strategy_rows(name: str, kept: StrategyBlocks, batch_size: int) -> Iterator[Measured]:
+def strategy_rows(name: str, kept: StrategyBlocks, batch_size: int) -> Iterator[Row]:
     """The figures of one strategy, or of the ceiling, which has nothing beside it."""
     key: RowKey = {"strategy": name}
     if kept.error is not None:

@@ -21,13 +21,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
 from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
-from shoal.report import Report
+from shoal.report import Report, Row
 from shoal.report.diff import MIN_STARTS
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import start_medians
@@ -98,7 +98,7 @@ class TransportScenario:
         self._config = msgspec.convert(dict(config), TransportConfig)
         self._seed = seed
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Small echoes, large ones beside bare sockets, and calls in virtual time."""
         secret = new_secret()
         with child("shoal.bench.transport:serve_echo", {"secret": secret}) as server, LoopThread() as loop:
@@ -117,7 +117,7 @@ class TransportScenario:
                 yield from self._large(tls, "shoal-tls", "tls-sockets", _MAIN_IN_FLIGHT, tell)
         yield from self._virtual(tell)
 
-    def _small(self, client: EchoClient, via: RowKey, tell: Tell) -> Iterator[Measured]:
+    def _small(self, client: EchoClient, via: RowKey, tell: Tell) -> Iterator[Row]:
         key: RowKey = {"scenario": "echo", "size_bytes": SMALL_BYTES, **via}
         kind = "sealed datagrams" if via else "streams"
         tell(f"100-byte echoes, {kind}, one at a time")
@@ -130,9 +130,7 @@ class TransportScenario:
         rates = [client.calls_per_s(SMALL_BYTES, in_flight, block_s) for _ in range(self._config.repeats)]
         yield measured("calls_per_s", {**key, "in_flight": in_flight}, rates)
 
-    def _large(
-        self, client: EchoClient, via: str, raw_via: str, in_flight: int, tell: Tell
-    ) -> Iterator[Measured]:
+    def _large(self, client: EchoClient, via: str, raw_via: str, in_flight: int, tell: Tell) -> Iterator[Row]:
         tell(f"8 MiB echoes, {via}, {in_flight} in flight, beside {raw_via}")
         key: RowKey = {"scenario": "echo", "size_bytes": LARGE_BYTES, "in_flight": in_flight}
         block_s = self._config.block_s
@@ -151,7 +149,7 @@ class TransportScenario:
         fractions = [mine / theirs for mine, theirs in zip(ours, ceiling, strict=True)]
         yield measured(f"fraction_of_{raw_via.replace('-', '_')}", key, fractions)
 
-    def _virtual(self, tell: Tell) -> Iterator[Measured]:
+    def _virtual(self, tell: Tell) -> Iterator[Row]:
         num_peers, seconds = self._config.virtual_peers, self._config.virtual_s
         for kind in ("stream", "datagram"):
             tell(f"virtual time: {num_peers} peers under 'wan' for {seconds:g} s, {kind}s")

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import Measured, RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
-from shoal.report import Report
+from shoal.report import Report, Row
 from shoal.report.schema import with_failed
 from shoal.transport import (
     Conditions,
@@ -92,7 +92,7 @@ class VirtualScenario:
         self._config = msgspec.convert(dict(config), VirtualConfig)
         self._seed = seed
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    def run(self, tell: Tell) -> Iterator[Row]:
         """Let it run, and tell how fast it was and what happened in it."""
         config = self._config
         tell(f"{config.num_peers} peers under {config.profile!r} for {config.seconds} s, {config.kind}s")
