@@ -194,8 +194,8 @@ def test_serve_and_join_with_a_secret(serve, secret_file, tmp_path, monkeypatch)
     done = shoal("--join", address, "--secret-file", secret_file, "--json", tmp_path / "join.json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = last_line(done.stdout)
-    assert (result["num_ok"], result["warned"], result["failed"]) == (8, [], [])
-    assert result["seen_as"] == "127.0.0.1"
+    assert (result["num_ok"], result["warned"], result["failed"]) == (9, [], [])
+    assert (result["seen_as"], result["way"]) == ("127.0.0.1", "dialed")
     assert f"This machine can be a peer of {address}" in done.stdout
     document = json.loads((tmp_path / "join.json").read_text())
     assert [check["name"] for check in document["checks"]] == list(ROWS)

@@ -132,6 +132,7 @@ def _join(target: Address, member: Member, listen: Address | None, json_file: Pa
     result: dict[str, object] = {
         "peer_id": facts.about.peer_id if facts.about else None,
         "seen_as": facts.seen_as.host if facts.seen_as else None,
+        "way": next((each.figures["way"] for each in findings if "way" in each.figures), None),
     }
     _tell(findings, summarize(facts, findings), result, json_file)
 

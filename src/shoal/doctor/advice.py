@@ -25,6 +25,7 @@ ROWS = (
     "interface",
     "TCP from peer",
     "UDP from peer",
+    "reached",
 )
 """In the order in which they are shown; one that could not be tried, or that tells nothing, is left out."""
 
@@ -52,8 +53,12 @@ def summarize(facts: JoinFacts, findings: list[CheckResult]) -> str:
     if failed:
         text = f"This machine cannot be a peer of {facts.target} yet: see {', '.join(failed)}."
         return text + (f" Not tried: {', '.join(missing)}." if missing else "")
-    if facts.attempts and all(attempt.outcome != "ok" for attempt in facts.attempts):
-        return f"This machine can be a peer of {facts.target}, but only outbound: it cannot serve others."
+    if facts.attempts and not _was_reached(facts):
+        way_in = facts.way_in
+        if way_in is None or way_in.relay is None:
+            return f"This machine can be a peer of {facts.target}, but only outbound: it cannot serve others."
+        how = "mostly through its router, else through relays" if way_in.has_one_port else "through relays"
+        return f"This machine can be a peer of {facts.target}: others reach it {how}."
     if warned:
         return f"This machine can be a peer of {facts.target}; there is advice on {', '.join(warned)}."
     return f"This machine can be a peer of {facts.target}: both can call each other."
@@ -142,6 +147,8 @@ def _after_answering(facts: JoinFacts, about: Introduction) -> dict[str, CheckRe
         found["TCP from peer"] = warn(says, "try again in ten seconds.")
     for attempt in facts.attempts:
         found[f"{attempt.way.upper()} from peer"] = check_dial_back(facts, attempt)
+    if (reached := check_reached(facts)) is not None:
+        found["reached"] = reached
     return found
 
 
@@ -363,6 +370,41 @@ def check_dial_back(facts: JoinFacts, attempt: Attempt) -> CheckResult:
         else f"Others cannot call this peer over {name}."
     )
     return warn(f"{tried} {_why_not_back(facts, attempt)} {meaning}", _open_up(facts, attempt.way))
+
+
+def check_reached(facts: JoinFacts) -> CheckResult | None:
+    """In which of three ways this peer takes part: dialed, through its router or relays, or as a client."""
+    over_tcp = [attempt.outcome for attempt in facts.attempts if attempt.way == "tcp"]
+    if "ok" in over_tcp:
+        return ok(f"Others dial this peer at {facts.seen_as}: it does all that a peer can.", way="dialed")
+    way_in = facts.way_in
+    if way_in is None or _wrong_interface(facts):
+        return None
+    figures: dict[str, object] = {"seen": list(way_in.seen)}
+    open_up = f"open port {facts.port_to_open} (TCP and UDP) to be dialed"
+    if way_in.relay is None:
+        return warn(
+            "Client only: others cannot dial this peer, and no peer that was asked relays for it. It asks, "
+            f"trains and sends; it cannot serve experts. {way_in.relay_error}",
+            f"run `shoal dht` on a machine that can be dialed, or {open_up}.",
+            way="client",
+            **figures,
+        )
+    relayed = f"Others call this peer through relays, such as {way_in.relay}"
+    rest = f"Nothing has to be done; {open_up}, and to average for others."
+    if way_in.has_one_port:
+        return ok(
+            f"{relayed}, and most find a direct way then (hole punching): {len(way_in.seen)} peers see it at "
+            f"the same port, {way_in.seen[0]}. {rest}",
+            way="punched",
+            **figures,
+        )
+    why = (
+        f"the router shows another port to each peer ({', '.join(way_in.seen)}), so few find a direct way"
+        if len(way_in.seen) > 1
+        else "whether the router lets direct ways be found (hole punching) takes a second peer to ask"
+    )
+    return ok(f"{relayed}; {why}. {rest}", way="relayed", **figures)
 
 
 def _why_not_back(facts: JoinFacts, attempt: Attempt) -> str:

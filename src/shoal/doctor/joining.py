@@ -22,8 +22,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
-from shoal.core import Address, Deadline, PeerId, ShoalError, UsageError, fanout
+from shoal.core import Address, Deadline, Peer, PeerId, ShoalError, UsageError, fanout
 from shoal.core.ids import is_loopback
+from shoal.dht.crawl import crawl
+from shoal.dht.node import DHT
+from shoal.dht.settings import DHTSettings
 from shoal.transport import introductions
 from shoal.transport.endpoint import Endpoint
 from shoal.transport.frames import HEADER, MAGIC
@@ -62,6 +65,22 @@ class CallResult(msgspec.Struct, frozen=True):
     """How far the peer's clock is ahead of this one."""
 
 
+class WayIn(msgspec.Struct, frozen=True):
+    """How others can reach this peer although they cannot dial it."""
+
+    seen: tuple[str, ...] = ()
+    """Where each peer that was asked sees this one's UDP port: one port for all, or another for each."""
+    relay: Address | None = None
+    """A peer that would relay for this one."""
+    relay_error: str = ""
+    """Why none would."""
+
+    @property
+    def has_one_port(self) -> bool:
+        """Whether the router shows all the same port, as far as there were several to ask."""
+        return len(self.seen) > 1 and len(dict.fromkeys(self.seen)) == 1
+
+
 class JoinFacts(msgspec.Struct, frozen=True):
     """All that `join` has seen."""
 
@@ -80,6 +99,8 @@ class JoinFacts(msgspec.Struct, frozen=True):
     """Where the peer sees this machine, with the port that this peer listens on."""
     is_own_address: bool = True
     """Whether that host is an address of this machine."""
+    way_in: WayIn | None = None
+    """Looked for where others could not dial this peer."""
     port_to_open: int = 0
     """The port that advice should name: the one that was asked for, else the one that the peer uses."""
     wall_s: float = 0.0
@@ -121,6 +142,7 @@ _MARGIN_S = 1.0  # for an answer to come back that took its whole time
 _LOOK_SHARE = 0.375  # of the patience, for each of the two steps of a closer look
 _MIN_LOOK_S = 0.5  # a handshake takes its time on a busy machine, however impatient the caller
 _NUM_ROUND_TRIPS = 3
+_NUM_OTHERS = 3  # peers of the DHT that are asked where they see this one
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -173,7 +195,12 @@ async def join(
             look_s = max(patience_s * _LOOK_SHARE, _MIN_LOOK_S)
             seen = await look(network, target, secret, patience_s=look_s)
             facts = msgspec.structs.replace(facts, look=seen)
-        return await _dialed_back(endpoint, facts)
+        facts = await _dialed_back(endpoint, facts)
+        could_not = facts.attempts and all(attempt.outcome != "ok" for attempt in facts.attempts)
+        if tcp.outcome == "ok" and could_not:
+            way_in = await _look_for_way_in(endpoint, member, facts)
+            facts = msgspec.structs.replace(facts, way_in=way_in)
+        return facts
 
 
 async def _where_to_listen(target: Address, member: Member, network: Network, patience_s: float) -> Address:
@@ -242,6 +269,39 @@ async def _dialed_back(endpoint: Endpoint, facts: JoinFacts) -> JoinFacts:
     except ShoalError as error:
         return msgspec.structs.replace(facts, dial_back_error=failure_text(error))
     return msgspec.structs.replace(facts, attempts=told.attempts)
+
+
+async def _look_for_way_in(endpoint: Endpoint, member: Member, facts: JoinFacts) -> WayIn:
+    """Ask several peers where they see this one, and whether they relay; takes as long as dialing back."""
+    peers = await _other_peers(endpoint.network, member, facts)
+    asked = [
+        ask_about(endpoint.datagrams, peer, "udp", Deadline.after(facts.patience_s / 2)) for peer in peers
+    ]
+    answers = await fanout(asked, Deadline.after(facts.patience_s))
+    way_in = WayIn(tuple(answer.seen_as for answer in answers if isinstance(answer, Introduction)))
+    endpoint.relays.keep(lambda: peers, 1)
+    try:
+        await endpoint.relays.registered(Deadline.after(facts.patience_s / 2))
+    except ShoalError as error:
+        return msgspec.structs.replace(way_in, relay_error=failure_text(error))
+    return msgspec.structs.replace(way_in, relay=endpoint.relays.addresses[0].relay)
+
+
+async def _other_peers(network: Network, member: Member, facts: JoinFacts) -> list[Peer]:
+    """Lists the peer that was called, and others of its DHT where it has one."""
+    about = facts.about
+    target = Peer(facts.target, PeerId.parse(about.peer_id) if about is not None and about.peer_id else None)
+    anybody = Member(None, member.membership, member.is_insecure)
+    peers = [target]
+    try:
+        async with asyncio.timeout(facts.patience_s), new_endpoint(anybody, network) as endpoint:
+            settings = DHTSettings(is_client=True, call_s=facts.patience_s / 2)
+            async with DHT(endpoint=endpoint, settings=settings) as dht:
+                found = await crawl(dht, [facts.target], limit=_NUM_OTHERS)
+                peers += [visited.peer for visited in found.peers if visited.peer.address != facts.target]
+    except (ShoalError, TimeoutError):
+        pass  # it has none: there is one peer to ask
+    return peers
 
 
 def _host(text: str) -> str | None:
