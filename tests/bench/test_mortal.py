@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from shoal.bench.processes.mortal import Graveyard, MortalNetwork, TappedNetwork
+from shoal.bench.processes.mortal import MortalNetwork, TappedNetwork
 from shoal.core import Address, Deadline, DeadlineExceeded, LoopThread, PeerError
 from shoal.transport import Endpoint, MemoryNetwork, Reply
 
@@ -18,13 +18,13 @@ def _echo(head, buffers):
 
 @contextlib.asynccontextmanager
 async def _two_endpoints():
-    graveyard = Graveyard()
-    network, tap = MortalNetwork(), TappedNetwork(MortalNetwork(), graveyard)
+    dead = set()
+    network, tap = MortalNetwork(), TappedNetwork(MortalNetwork(), dead)
     async with Endpoint(network=network) as mortal, Endpoint(network=tap) as caller:
         mortal.handle("echo", _echo)
         address = await mortal.listen(ANY)
         await caller.listen(ANY)
-        yield network, address, caller, tap, graveyard
+        yield network, address, caller, tap, dead
 
 
 async def _ask(transport, address, timeout_s=5.0):
@@ -32,12 +32,12 @@ async def _ask(transport, address, timeout_s=5.0):
 
 
 async def _die():
-    async with _two_endpoints() as (network, address, caller, tap, graveyard):
+    async with _two_endpoints() as (network, address, caller, tap, dead):
         assert await _ask(caller.datagrams, address) == 7
         assert await _ask(caller.streams, address) == 7
         assert tap.num_to_dead == 0
         network.kill()
-        graveyard.bury(address)
+        dead.add((address.host, address.port))
         with pytest.raises(DeadlineExceeded):
             await _ask(caller.datagrams, address, 0.2)
         assert tap.num_to_dead >= 1
@@ -77,7 +77,7 @@ class _Sender(asyncio.DatagramProtocol):
 def test_the_dead_do_not_even_try_to_send(is_tapped, caplog):
     async def die():
         network, sender = MortalNetwork(), _Sender()
-        outer = TappedNetwork(network, Graveyard()) if is_tapped else network
+        outer = TappedNetwork(network, set()) if is_tapped else network
         await outer.open_datagrams(ANY, sender)
         sender.send(1)
         network.kill()
@@ -96,7 +96,7 @@ async def _look(network):
 def test_a_tapped_network_is_otherwise_the_one_below():
     with LoopThread() as loop:
         host = loop.run(_host())
-        tap = TappedNetwork(host, Graveyard())
+        tap = TappedNetwork(host, set())
         assert loop.run(_look(tap)) == (True, host.random, host.clock)
 
 

@@ -26,6 +26,7 @@ from shoal.bench.contenders import (
     NumServers,
     Trainee,
     WorkersPerMachine,
+    check_data_dir,
     contender_of,
     make_contender,
     needs_servers,
@@ -203,11 +204,7 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:
     """Make of the flags what is trained; UsageError where they contradict each other."""
-    if flags.data_dir is not None and flags.task != "mnist":
-        raise UsageError(
-            f"--data-dir has the files of MNIST, and {flags.task} needs none.",
-            next_step="leave it out, or say --task mnist.",
-        )
+    check_data_dir(flags.data_dir, flags.task)
     size = hosts.num_workers(flags.num_workers, default=NUM_WORKERS)
     steps = flags.steps or (SHORT_STEPS if run.short else STEPS[flags.task])
     tricks: list[str] = []

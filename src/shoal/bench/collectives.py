@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.bench.contenders import DeviceKind, device_of, synchronize
+from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize
 from shoal.bench.frame import RowKey, Tell
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -178,10 +178,7 @@ class CollectivesFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 def collectives_config(flags: CollectivesFlags, hosts: HostFlags, *, is_short: bool) -> CollectivesConfig:
     """Make of the flags what is measured, on one machine or between several."""
-    if flags.profile is not None:
-        from shoal.transport import Profile
-
-        Profile.load(flags.profile)  # complains before anything is started
+    check_profile(flags.profile)
     config = SHORT if is_short else CollectivesConfig()
     machines = _machines(flags, hosts)
     if machines is not None:

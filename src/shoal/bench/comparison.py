@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import NumServers, servers_of
+from shoal.bench.contenders import NumServers, check_data_dir, servers_of
 from shoal.bench.frame import RunSettings, run_benchmark
 from shoal.core import UsageError
 from shoal.core.run_options import flag
@@ -163,11 +163,7 @@ def contest_of(flags: CompareFlags, seed: int, *, is_short: bool = False) -> Com
     from shoal.strategies.registry import find
     from shoal.transport import FaultScript, Profile
 
-    if flags.data_dir is not None and flags.task != "mnist":
-        raise UsageError(
-            f"--data-dir has the files of MNIST, and {flags.task} needs none.",
-            next_step="leave it out, or say --task mnist.",
-        )
+    check_data_dir(flags.data_dir, flags.task)
     facts = facts_of(flags.task)
     size = flags.num_workers or (SHORT_WORKERS if is_short else NUM_WORKERS)
     named, common = flags.strategies, flags.option

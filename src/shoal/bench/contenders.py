@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -61,6 +62,23 @@ NumServers = Annotated[
     int | None,
     flag("Processes beside the workers, for 'parameter-server' and 'staleness-aware'.", ge=1, shown="1"),
 ]
+
+
+def check_profile(profile: str | None) -> None:
+    """Complain of a profile that is none before anything is started."""
+    if profile is not None:
+        from shoal.transport import Profile
+
+        Profile.load(profile)
+
+
+def check_data_dir(data_dir: Path | None, task: str) -> None:
+    """UsageError for a folder of files where the task needs none."""
+    if data_dir is not None and task != "mnist":
+        raise UsageError(
+            f"--data-dir has the files of MNIST, and {task} needs none.",
+            next_step="leave it out, or say --task mnist.",
+        )
 
 
 # --- strategies ---

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from shoal.bench.contenders import check_profile
 from shoal.bench.frame import RowKey, RunFlags, Tell, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
@@ -120,10 +121,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _FILES_A_PEER * -(-self.num_peers // self.num_processes) + _OTHER_FILES
 
     def __post_init__(self) -> None:
-        if self.profile is not None:
-            from shoal.transport import Profile
-
-            Profile.load(self.profile)  # complains before anything is started
+        check_profile(self.profile)
         if self.num_peers < 2 or not 1 <= self.num_processes <= self.num_peers or self.initial_peers < 1:
             raise UsageError(
                 f"{self.num_peers} peers in {self.num_processes} processes that join by {self.initial_peers} "

@@ -26,9 +26,9 @@ from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, ensure_open_files, torch_build
 from shoal.report import Report, Row
-from shoal.report.schema import by_reason, by_start, with_failed
+from shoal.report.schema import Start, by_reason, by_start, with_failed
 from shoal.report.statistics import known_percentiles
-from shoal.report.units import counted, ranged, rounded
+from shoal.report.units import counted, ranged, ratio, rounded
 from shoal.report.views import Items, title_line
 
 # --- presets and flags ---
@@ -328,7 +328,7 @@ class ExpertsOutcome:
         }
         asked, echo = self.asked, self.echo
         figures: dict[str, Sequence[float]] = {
-            "samples_per_s": [_ratio(asked.num_samples, self.asked_s)],
+            "samples_per_s": [ratio(asked.num_samples, self.asked_s)],
             "echo_samples_per_s": self.echo_samples_per_s,
             "raw_samples_per_s": self.raw_samples_per_s,
             "local_samples_per_s": self.local_samples_per_s,
@@ -422,15 +422,11 @@ class ExpertsScenario:
     def _echo(self, fleet: ClientFleet, outcome: ExpertsOutcome, tell: Tell) -> None:
         tell(f"bare echoes, {counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
-        outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
+        outcome.echo_samples_per_s.append(ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
         tally, seconds = fleet.phase("raw")
         if tally.num_samples:
-            outcome.raw_samples_per_s.append(_ratio(tally.num_samples, seconds))
-
-
-def _ratio(above: float, below: float) -> float:
-    return above / below if below > 0 else 0.0
+            outcome.raw_samples_per_s.append(ratio(tally.num_samples, seconds))
 
 
 # --- client processes ---
@@ -534,8 +530,6 @@ def _stuck(order: str, patience_s: float) -> BenchmarkError:
 
 MIB, GB = 1 << 20, 1e9
 _PERCENTILES = (50, 95)
-Start = dict[str, list[float]]
-"""Samples of one process start, by metric."""
 
 
 def summarize_experts(report: Report) -> dict[str, Any]:
@@ -604,7 +598,7 @@ def _figures(start: Start) -> dict[str, float]:
     }
     if raw := start.get("raw_samples_per_s"):
         figures["raw_samples_per_s"] = statistics.fmean(raw)
-        figures["fraction_of_raw"] = _ratio(figures["samples_per_s"], figures["raw_samples_per_s"])
+        figures["fraction_of_raw"] = ratio(figures["samples_per_s"], figures["raw_samples_per_s"])
     for kind, prefix in (("forward", ""), ("backward", "backward_")):
         latencies_s = start.get(f"{kind}_latency", [])
         if latencies_s:

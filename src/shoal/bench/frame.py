@@ -336,27 +336,17 @@ def source_of(reference: str) -> Iterator[Path]:
     repository = Path(shoal.__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="shoal-against-") as temporary:
         checkout = Path(temporary) / "checkout"
-        _git(
-            repository,
-            "worktree",
-            "add",
-            "--detach",
-            "--quiet",
-            str(checkout),
-            reference,
-            reference=reference,
-        )
+        worktree = ["git", "-C", str(repository), "worktree"]
+        _run_git([*worktree, "add", "--detach", "--quiet", str(checkout), reference], reference)
         try:
             yield checkout / "src"
         finally:
-            _git(repository, "worktree", "remove", "--force", str(checkout), reference=reference)
+            _run_git([*worktree, "remove", "--force", str(checkout)], reference)
 
 
-def _git(repository: Path, *arguments: str, reference: str) -> None:
+def _run_git(command: list[str], reference: str) -> None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UsageError(
             "git is not installed.", next_step="install it, or give --against the folder of another checkout."

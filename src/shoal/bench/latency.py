@@ -47,7 +47,6 @@ DEFAULT_STAGES = 2
 """Devices of a machine without GPUs: processes and stages that share its cores."""
 BACKWARD_COST, RECOMPUTED_COST = 2.0, 3.0
 """Of a backward in virtual time, in forwards: by itself, and where the server computes forward again."""
-_SEQUENCE = 512
 _INNER_DIM = 2048  # of a transformer's feed-forward
 _FLOAT_BYTES = 4
 _TRAINED = 4  # parameters, gradients and Adam's two moments
@@ -176,12 +175,6 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
     def needed_bytes(self) -> int:
         """What the model takes, with all that trains it where that is measured."""
         return self.parameter_bytes * (_TRAINED if "forward+backward" in self.passes else 1)
-
-    @property
-    def batch_bytes(self) -> int:
-        """What one batch is between two blocks."""
-        length = _SEQUENCE if self.block_type == "transformer" else 1
-        return _FLOAT_BYTES * self.batch_size * length * self.hid_dim
 
     @property
     def waiting_s(self) -> float:

@@ -31,6 +31,7 @@ from shoal.bench.contenders import (
     Trainee,
     all_options,
     beside_none,
+    check_profile,
     iteration_text,
     make_contender,
     needs_servers,
@@ -203,10 +204,7 @@ def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> Scal
         raise UsageError(
             "--between says whose links a --profile is of, and there is none.", next_step="give both."
         )
-    if flags.profile is not None:
-        from shoal.transport import Profile
-
-        Profile.load(flags.profile)  # complains before anything is started
+    check_profile(flags.profile)
     device = workers_device(flags.device, hosts, size, no_cuda=flags.no_cuda)
     mates = hosts.workers_per_machine
     has_machines = flags.workers_per_machine is not None or (mates is not None and mates < counts[-1])

@@ -18,8 +18,10 @@ from shoal.core.errors import ReportError, UsageError, did_you_mean
 from shoal.report.curves import WORKERS, Histogram, Line, averaged, axes_of
 from shoal.report.schema import Curve, Report, Row, Scalar
 from shoal.report.statistics import (
+    PERCENTILES,
     half_interval,
     is_known,
+    known_percentiles,
     mean_of,
     percentile,
     percentiles,
@@ -639,14 +641,14 @@ def changes_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
 # --- bars beside each other, samples, counts, who waited ---
 
 
-def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]], qs: Sequence[int]) -> Figure:
+def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]]) -> Figure:
     """Percentiles of several rows beside one another; those without samples enough are left out."""
     metric, unit, _ = row_of
     scale = scale_of(metric, unit, named[0][2].samples if named else ())
     traces = []
     for name, colour, row in named:
-        known = [q for q in qs if is_known(len(row.samples), q)]
-        values = percentiles(row.samples, known)
+        known = known_percentiles(row.samples)
+        values = list(known.values())
         shown = [scale.number(value) for value in values]
         traces.append(
             {
@@ -656,7 +658,7 @@ def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]], qs:
                 "hovertemplate": f"<b>{_safe(name)}</b> %{{x}}: %{{text}} {_safe(scale.unit)}<extra></extra>",
             }
         )  # fmt: skip
-    x = {"type": "category", "categoryarray": [f"p{q}" for q in qs], "showgrid": False}
+    x = {"type": "category", "categoryarray": [f"p{q}" for q in PERCENTILES], "showgrid": False}
     y = {"title": _title(_axis_title(metric, scale.unit)), "rangemode": "tozero", "zeroline": False}
     layout = _layout("percentiles", 290, xaxis=x, yaxis=y, barmode="group", bargap=0.28, bargroupgap=0.06)
     return {"data": traces, "layout": layout | {"margin": {"l": 6, "r": 12, "t": 22, "b": 30}}}

@@ -25,7 +25,7 @@ from shoal.report.plots import (
     titled,
 )
 from shoal.report.schema import Row, is_number
-from shoal.report.statistics import PERCENTILES, percentile, start_medians, usual_deviation
+from shoal.report.statistics import percentile, start_medians, usual_deviation
 from shoal.report.units import counted
 from shoal.report.views import group_of
 from shoal.report.words import metric_words, sentence_case
@@ -343,7 +343,7 @@ def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
                 for number, ((_, row), name) in enumerate(zip(own, _names(own), strict=True))
             ]
             number = figures.open_set((name, colour) for name, colour, _ in named)
-            picture = percentiles_figure(("latency", own[0][1].unit, "lower"), named, PERCENTILES)
+            picture = percentiles_figure(("latency", own[0][1].unit, "lower"), named)
             for series, trace in enumerate(picture["data"]):
                 trace["meta"] = {"series": series}
             num_calls = min(len(row.samples) for _, _, row in named)

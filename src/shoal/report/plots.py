@@ -359,7 +359,6 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
                     for (name, colour), row in zip(named, line, strict=True)
                     if row is not None and row.starts
                 ],
-                PERCENTILES,
             )
             for _, line in lines
             if (present := [row for row in line if row is not None])

@@ -108,10 +108,8 @@ DOCUMENTS = (
         "BlueFog's documentation, pytorch_benchmark.py --dist-optimizer=neighbor_allreduce",
         _V100,
         (
-            Published("images_per_s", 4310.6, {"strategy": "neighbor", "batch_size": 64, "num_workers": 16}),
-            Published(
-                "scaling_efficiency", 0.95, {"strategy": "neighbor", "batch_size": 64, "num_workers": 128}
-            ),
+            Published("images_per_s", 4310.6, _NEIGHBOR | {"num_workers": 16}),
+            Published("scaling_efficiency", 0.95, _NEIGHBOR | {"num_workers": 128}),
         ),
         {"model": "resnet50", "image_size": 224, "batch_sizes": 64, "num_workers": 16, "device": "cuda"},
     ),

@@ -211,7 +211,11 @@ def rows_of(report: Report, metric: str) -> list[Row]:
     return [row for row in report.rows if row.metric == metric and row.starts]
 
 
-def by_start(report: Report, metric: str) -> list[dict[str, list[float]]]:
+Start = dict[str, list[float]]
+"""Samples of one process start, by metric."""
+
+
+def by_start(report: Report, metric: str) -> list[Start]:
     """The samples of each process start by metric, of one figure each that every start has.
 
     There are as many starts as have `metric`; rows that tell reasons apart are left out.

@@ -84,6 +84,11 @@ def ranged(values: Sequence[float], unit: str) -> str:
     return f"{scale.format(median)} (median of {len(values)} runs, {reach})"
 
 
+def ratio(above: float, below: float) -> float:
+    """0 where there is nothing to divide by: virtual time may stand still."""
+    return above / below if below > 0 else 0.0
+
+
 def rounded(value: float) -> float | int:
     """Round for a RESULT line: whole numbers stay as they are, others have four digits."""
     return int(value) if value == int(value) else float(f"{value:.4g}")

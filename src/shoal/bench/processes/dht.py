@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.bench.dht import DhtConfig, Totals
 from shoal.bench.frame import Tell
-from shoal.bench.processes.mortal import Graveyard, MortalNetwork, TappedNetwork
+from shoal.bench.processes.mortal import MortalNetwork, TappedNetwork
 from shoal.bench.workers import Child, Parent, children, end_with_parent, serve
 from shoal.core import (
     Address,
@@ -106,7 +106,7 @@ class PeerHost:
     def __init__(self, place: Callable[[int], PeerPlace], settings: DHTSettings, *, has_deaths: bool) -> None:
         self._place = place
         self._settings = settings
-        self._graveyard = Graveyard() if has_deaths else None
+        self._dead: set[tuple[str, int]] | None = set() if has_deaths else None
         self._peers: dict[int, _Hosted] = {}
         self._of_the_dead = Totals()
 
@@ -120,7 +120,7 @@ class PeerHost:
 
     async def _open(self, number: int, join: Sequence[str]) -> None:
         network, kill, identity, membership, host = self._place(number)
-        tap = None if self._graveyard is None else TappedNetwork(network, self._graveyard)
+        tap = None if self._dead is None else TappedNetwork(network, self._dead)
         async with contextlib.AsyncExitStack() as opening:
             heard = network if tap is None else cast("Network", tap)
             endpoint = Endpoint(membership=membership, network=heard, peer_id=identity.peer_id)
@@ -265,9 +265,8 @@ class PeerHost:
 
     async def bury(self, addresses: Sequence[str]) -> None:
         """Know who is dead, here and in other processes: what is still sent there is counted."""
-        if self._graveyard is not None:
-            for address in addresses:
-                self._graveyard.bury(Address.parse(address))
+        if self._dead is not None:
+            self._dead.update((each.host, each.port) for each in map(Address.parse, addresses))
 
     # --- how it stands ---
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import socket
 import ssl
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, cast
 
 from shoal.core import Address
@@ -87,26 +88,13 @@ class MortalNetwork(SocketNetwork):
             raise OSError(errno.ENETDOWN, "this peer was killed")
 
 
-class Graveyard:
-    """The addresses at which peers listened that are dead."""
-
-    def __init__(self) -> None:
-        self._addresses: set[tuple[Any, ...]] = set()
-
-    def bury(self, address: Address) -> None:
-        """Nobody answers there any more."""
-        self._addresses.add((address.host, address.port))
-
-    def __contains__(self, where: tuple[Any, ...]) -> bool:
-        return where[:2] in self._addresses
-
-
 class TappedNetwork:
     """Another network, and a count of the datagrams that its peer sends to the dead."""
 
-    def __init__(self, inner: Network, graveyard: Graveyard) -> None:
+    def __init__(self, inner: Network, dead: Container[tuple[str, int]]) -> None:
         self.num_to_dead = 0
-        self.graveyard = graveyard
+        self.dead = dead
+        """The hosts and ports at which peers listened that are dead."""
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -136,5 +124,5 @@ class _Carrier:
         return getattr(self._carrier, name)
 
     def sendto(self, data: Buffer, addr: Any = None) -> None:
-        self._tap.num_to_dead += addr in self._tap.graveyard
+        self._tap.num_to_dead += addr[:2] in self._tap.dead
         self._carrier.sendto(data, addr)

@@ -11,17 +11,15 @@ import msgspec
 
 from shoal.bench.dht import EXPERTS, DhtConfig, ExpertsPlan
 from shoal.report import Report
-from shoal.report.schema import by_reason, by_start, with_failed
+from shoal.report.schema import Start, by_reason, by_start, with_failed
 from shoal.report.statistics import known_percentiles
-from shoal.report.units import counted, ranged, rounded
+from shoal.report.units import counted, ranged, ratio, rounded
 from shoal.report.views import Items, title_line
 
 MIB = 1 << 20
 MEMORY_KIND = "PSS" if sys.platform == "linux" else "peak RSS"
 _PERCENTILES = (50, 90, 95, 99)
 _TRAFFIC = ("messages", "datagrams", "bytes")
-Start = dict[str, list[float]]
-"""Samples of one process start, by metric."""
 
 
 def summarize_dht(report: Report) -> dict[str, Any]:
@@ -133,7 +131,7 @@ def _figures(start: Start, config: DhtConfig) -> dict[str, float]:
     if config.mode != EXPERTS:
         figures["get_ms_per_key"] = figures["get_ms_per_expert"]
         for what in ("store", "get"):
-            figures[f"{what}s_per_s"] = _ratio(1.0, start[f"{what}_time_per_key"][0])
+            figures[f"{what}s_per_s"] = ratio(1.0, start[f"{what}_time_per_key"][0])
     for what in ("store", "get"):
         figures[f"{what}_success"] = start[f"{what}_success"][0]
     figures["survival"] = start["survival"][0]
@@ -156,7 +154,7 @@ def _figures(start: Start, config: DhtConfig) -> dict[str, float]:
     if config.profile is not None:
         figures["median_get_s"] = statistics.median(start["get_latency"])
         if config.mode != EXPERTS:
-            figures["median_round_trips"] = _ratio(1e3 * figures["median_get_s"], figures["round_trip_ms"])
+            figures["median_round_trips"] = ratio(1e3 * figures["median_get_s"], figures["round_trip_ms"])
         figures["simulated_s"] = start["simulated"][0]
     figures["wall_s"] = start["wall"][0]
     return figures
@@ -175,7 +173,7 @@ def _distribution(hops: Iterator[float]) -> dict[str, int]:
 def _lines(start: Start, config: DhtConfig) -> Iterator[str]:
     create_s, num_peers = start["create"][0], config.num_peers
     seconds = "s" if config.profile is None else "simulated s"
-    yield f"Created {num_peers} peers in {create_s:.4g} {seconds} ({_ratio(num_peers, create_s):.4g} peers/s)"
+    yield f"Created {num_peers} peers in {create_s:.4g} {seconds} ({ratio(num_peers, create_s):.4g} peers/s)"
     yield from (_expert_lines if config.mode == EXPERTS else _key_lines)(start)
     yield f"Node survival rate: {100 * start['survival'][0]:.3f}%"
     yield from _more_lines(_figures(start, config), config)
@@ -252,8 +250,3 @@ def _success(start: Start, what: str, sign: str) -> str:
 def _num_tried(start: Start, what: str) -> int:
     """Records that were stored, or keys that were looked up."""
     return len(start["store_replicas" if what == "store" else "get_hops"])
-
-
-def _ratio(above: float, below: float) -> float:
-    """0 where there is nothing to divide by: virtual time may stand still."""
-    return above / below if below else 0.0
