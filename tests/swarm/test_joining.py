@@ -11,10 +11,10 @@ import torch
 
 from shoal.core import Deadline
 from shoal.swarm import CommittedSGD
-from shoal.swarm.wire import JOIN, JoinRunRequest
+from shoal.swarm.wire import ABORT, COMMITS, JOIN, CommitsRequest, JoinRunRequest
 from shoal.tensors.transfer import LEAF_BYTES, HeldState
 from shoal.transport import Conditions, Profile, Reply
-from swarm.swarms import World, gradient, virtual
+from swarm.swarms import NUM_ELEMENTS, World, gradient, virtual
 from swarm.test_rounds import contribute, now_s
 
 SLOW_LINE = """
@@ -504,5 +504,105 @@ def test_a_coordinator_that_leaves_says_so_before_it_goes():
                 (stays,) = (run for run in world.runs.values() if run is not leader)
                 stays.add(gradient(1), 10)
                 await world.wait(lambda run=stays: run.state.num_steps == 1)
+
+    virtual(main())
+
+
+def answers_otherwise(run, method, change):
+    """Has a member's program be changed: what it answers to a method goes through `change` first."""
+    transport, honest = run._transport, run._serve[method]
+
+    async def lie(head, buffers):
+        answer = await honest(head.payload, buffers)
+        return Reply(change(answer))
+
+    transport.routes.remove(method)
+    transport.handle(method, lie, payload_type={JOIN: JoinRunRequest, COMMITS: CommitsRequest}[method])
+
+
+def invented_fork(world, liars, fake):
+    """Says that the run is a larger one, whose members are the liars."""
+    members = tuple(run.context.me for run in liars)
+    return lambda reply: msgspec.structs.replace(
+        reply,
+        fork=b"larger",
+        samples=10**9,
+        members=members,
+        pinned_state=fake.name,
+        pinned_round=reply.round,
+    )
+
+
+def invented_members(world, liars, fake):
+    """Says that the liars are all members of the run."""
+    members = tuple(run.context.me for run in liars)
+    places = tuple(range(len(members)))
+    return lambda reply: msgspec.structs.replace(
+        reply, members=members, trusted=places, pinned_state=fake.name, round=reply.round + 100
+    )
+
+
+def invented_state(world, liars, fake):
+    """Says that the state is another one."""
+    return lambda reply: msgspec.structs.replace(reply, pinned_state=fake.name)
+
+
+@pytest.mark.parametrize("lie", [invented_fork, invented_members, invented_state])
+@pytest.mark.parametrize("num_members", [3, 5])
+def test_fewer_than_half_cannot_give_a_joiner_a_false_state(lie, num_members):
+    async def main():
+        async with World() as world:
+            await world.start_all(num_members)
+            for key in range(12):
+                await contribute(world, key)
+            fake = HeldState({**world.runs[0].state.snapshot(), "parameters": torch.ones(NUM_ELEMENTS)})
+            liars = [world.runs[number] for number in range((num_members - 1) // 2)]
+            for liar in liars:  # a joiner asks them first
+                liar._donor.hold(fake)
+                answers_otherwise(liar, JOIN, lie(world, liars, fake))
+            joiner = await world.start(9, may_found=False)
+            honest = world.runs[num_members - 1]
+            for key in range(100, 200):
+                if joiner.is_member and len(honest.members) == num_members + 1:
+                    break
+                await asyncio.sleep(1)
+                honest.add(gradient(key), 20)
+            await world.wait(lambda: joiner.state.name == honest.state.name)
+            assert joiner.state.fingerprint() == honest.state.fingerprint()
+
+    virtual(main())
+
+
+@pytest.mark.parametrize("how", ["other samples", "more rounds"])
+def test_fewer_than_half_cannot_give_a_joiner_false_commits(how):
+    def change(commits):
+        if how == "more rounds" and commits:
+            last = commits[-1]
+            following = msgspec.structs.replace(
+                last, round=last.round + 1, previous=last.state_name, kind=ABORT, plan=None, parts=()
+            )
+            return [*commits, following]
+        return [msgspec.structs.replace(one, tenure=one.tenure + 1) for one in commits]
+
+    async def main():
+        async with World() as world:
+            await world.start_all(5)
+            for key in range(12):
+                await contribute(world, key)
+            for number in (0, 1):
+                answers_otherwise(world.runs[number], COMMITS, change)
+            joiner = await world.start(9, may_found=False)
+            honest = world.runs[4]
+            for key in range(100, 200):
+                if joiner.is_member:
+                    break
+                await asyncio.sleep(0.3)
+                for number in range(5):
+                    world.runs[number].add(gradient(key), 5)
+            await world.wait(lambda: joiner.state.name == honest.state.name)
+            assert joiner.state.fingerprint() == honest.state.fingerprint()
+            names = {(fork, number): name for fork, number, name in honest.history}
+            for fork, number, name in joiner.history:
+                assert names.get((fork, number), name) == name
 
     virtual(main())

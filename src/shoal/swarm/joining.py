@@ -16,15 +16,16 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.core import Deadline, Peer, PeerRefused, Scope, fanout
-from shoal.swarm.wire import JOIN, JoinReply, JoinRunRequest, SwarmMember
+from shoal.swarm.wire import JOIN, Commit, JoinReply, JoinRunRequest, SwarmMember
 from shoal.tensors.transfer import StateTaker
 from shoal.transport import Transport
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_DONORS = 8
@@ -33,7 +34,8 @@ JOIN_BEAT_S = 1.0
 """How often those who keep something for a joiner hear of it."""
 NUM_COMMITS_TRUSTED = 10
 """Members that are listed for so many commits say what the run's state is, where there are any."""
-_NUM_REPLIES = 3
+NUM_REPLIES, NUM_TELLERS = 3, 5
+"""So many answers that are alike are enough; and so many are asked for commits at once."""
 _ASK_S = 2.0
 _TRANSFER_S = 600.0
 
@@ -64,22 +66,34 @@ class RunStateTaker:
         return sum(self._taker[1].received_bytes.values()) if self._taker else 0
 
     async def look_around(self, peers: Sequence[Peer]) -> JoinReply | None:
-        """Asks three peers where the run is, and believes the one that is furthest; None where nobody
-        answers.
+        """Asks where the run is, and believes what most say; None where nobody answers.
+
+        Three that say the same are enough, else all are waited for. Of forks that are named equally often,
+        the one with more samples counts.
         """
         request = JoinRunRequest(self._run, state=self.taking)
         answers = await fanout(
             [self._ask(peer, request, _ASK_S) for peer in peers],
             Deadline.after(2 * _ASK_S),
-            is_enough=lambda done: len(_replies(done)) >= _NUM_REPLIES,
+            is_enough=lambda done: agree([(reply.fork, reply.members) for reply in _replies(done)]),
         )
         replies = [reply for reply in _replies(answers) if reply.run == self._run]
-        found = max(replies, key=lambda reply: (reply.samples, reply.fork, reply.round), default=None)
-        if found is not None:
-            named = [peer for reply in replies if reply.fork == found.fork for peer in _trusted(reply)]
-            enough = sum(reply.fork == found.fork for reply in replies) / 2
-            self.trusted = {peer: None for peer in dict.fromkeys(named) if named.count(peer) > enough}
-            self.helpers = [member.peer for member in found.members if member.is_callable][:3]
+        if not replies:
+            return None
+        forks = [reply.fork for reply in replies]
+        ranks = {reply.fork: (forks.count(reply.fork), reply.samples, reply.fork) for reply in replies}
+        replies = [reply for reply in replies if reply.fork == max(ranks, key=lambda fork: ranks[fork])]
+        self.trusted = dict.fromkeys(_named_by_most([_trusted(reply) for reply in replies]))
+        # neither the one that says least nor, where there are three, the one that says most
+        replies.sort(key=lambda reply: (reply.round, reply.samples))
+        found = replies[len(replies) // 2]
+        if len(replies) >= NUM_REPLIES:  # of two that differ nobody can say which is right
+            known = dict.fromkeys(
+                _named_by_most([[one.id_bytes for one in reply.members] for reply in replies])
+            )
+            members = tuple(member for member in found.members if member.id_bytes in known)
+            found = msgspec.structs.replace(found, members=members)
+        self.helpers = [member.peer for member in found.members if member.is_callable][:3]
         return found
 
     async def take(self, found: JoinReply) -> dict[str, Any] | None:
@@ -100,12 +114,16 @@ class RunStateTaker:
             if isinstance(reply, JoinReply) and reply.fork == found.fork
         }
         # what most of them hold: one that lies about the state's name is in the minority
-        believed = [name for peer, name in kept.items() if peer in self.trusted] or list(kept.values())
-        names = [name for name in believed if name]
+        trusted = [name for peer, name in kept.items() if peer in self.trusted]
+        names = [name for name in trusted or kept.values() if name]
         if not names:
             self._taker = None
             return None
-        name = self.taking if self.taking in names else max(dict.fromkeys(names), key=names.count)
+        name = max(dict.fromkeys(names), key=names.count)
+        if self.taking in names:
+            name = self.taking
+        elif 2 * names.count(name) <= len(trusted):
+            return None  # the others keep none yet, or are about to keep another one
         donors = [peer for peer in kept if kept[peer] == name][:MAX_DONORS]
         if self._taker is None or self._taker[0] != name:  # what has come stays, whoever gave it
             if self._taker is not None:
@@ -160,6 +178,33 @@ async def take_committed(
 
 def _replies(answers: Sequence[Any]) -> list[JoinReply]:
     return [answer for answer in answers if isinstance(answer, JoinReply)]
+
+
+def agree(answers: Sequence[Any]) -> bool:
+    """Whether three have answered, and all alike: then nobody else needs to be heard."""
+    return len(answers) >= NUM_REPLIES and all(answer == answers[0] for answer in answers)
+
+
+def agreed_commits(told: Sequence[Sequence[Commit]]) -> list[Commit]:
+    """Gives the commits that more than half of those who were asked tell alike, as far as they go."""
+    made: list[Commit] = []
+    while True:
+        following = [
+            commits[len(made)]
+            for commits in told
+            if len(commits) > len(made) and commits[: len(made)] == made
+        ]
+        named = [commit.digest for commit in following]
+        most = next((one for one in following if 2 * named.count(one.digest) > len(told)), None)
+        if most is None:
+            return made
+        made.append(most)
+
+
+def _named_by_most(lists: Sequence[Sequence[T]]) -> list[T]:
+    """Lists what is in more than half of the lists."""
+    named = [one for each in lists for one in dict.fromkeys(each)]
+    return [one for one in dict.fromkeys(named) if 2 * named.count(one) > len(lists)]
 
 
 def _trusted(reply: JoinReply) -> list[Peer]:

@@ -33,6 +33,7 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerRefused,
+    ProtocolError,
     Scope,
     ShoalError,
     StandingScope,
@@ -43,7 +44,15 @@ from shoal.core.identity import Identity
 from shoal.core.rates import RateLimiter
 from shoal.swarm.audits import AuditKeeper
 from shoal.swarm.forks import ForkKeeper
-from shoal.swarm.joining import JOIN_BEAT_S, MAX_ASKED, NUM_COMMITS_TRUSTED, RunStateTaker
+from shoal.swarm.joining import (
+    JOIN_BEAT_S,
+    MAX_ASKED,
+    NUM_COMMITS_TRUSTED,
+    NUM_TELLERS,
+    RunStateTaker,
+    agree,
+    agreed_commits,
+)
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.membership import BYTES_PER_S_OF_MBIT, MemberContext, SwarmSettings, crowd_factor
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
@@ -716,13 +725,20 @@ class SwarmRun:
         return True
 
     async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
-        """Fetches the commits that this member has not applied, from the first that has them."""
+        """Fetches the commits that this member has not applied, as most of a few say that keep them."""
         request = CommitsRequest(self.state.fork, self.state.round)
         asked = [*self.taker.helpers, *(member.peer for member in members[:MAX_ASKED])]
-        for peer in dict.fromkeys(asked):
-            with contextlib.suppress(ShoalError):
-                found: list[Commit] = await self._call_peer(peer, COMMITS, request, _ASK_S)
-                return found
+        peers = list(dict.fromkeys(asked))
+        while peers:
+            some, peers = peers[:NUM_TELLERS], peers[NUM_TELLERS:]
+            answers = await fanout(
+                [self._call_peer(peer, COMMITS, request, _ASK_S) for peer in some],
+                Deadline.after(2 * _ASK_S),
+                is_enough=lambda done: agree([one for one in done if isinstance(one, list)]),
+            )
+            told = [answer for answer in answers if isinstance(answer, list)]
+            if told:
+                return agreed_commits(told)
         return []
 
     async def _tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> None:
@@ -827,7 +843,10 @@ class SwarmRun:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
             self._check_sender(head)
             self._check_rate(head)
-            answer = await handler(head.payload, buffers)
+            try:
+                answer = await handler(head.payload, buffers)
+            except ProtocolError as error:
+                raise PeerRefused(error.what) from None
             if not isinstance(answer, Reply):
                 return Reply(answer)
             num_bytes = _num_bytes(answer.buffers)
@@ -961,8 +980,8 @@ class SwarmRun:
         joiners[member] = (self.context.now_s(), min(number, self.state.round))
 
     async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
-        if request.fork != self.state.fork:
-            raise PeerRefused("This member is in another fork.")
+        if request.fork != self.state.fork or not self.is_member:
+            raise PeerRefused("This member is in another fork, or joins.")
         numbers = range(request.round, min(self.state.round, request.round + MAX_COMMITS))
         if any(number not in self._finished for number in numbers):
             raise PeerRefused("This member does not keep commits that old.")
