@@ -166,6 +166,7 @@ DECISIONS = [
             "integrations/test_trackers.py::test_tensorboard_reads_all_steps_of_four_workers_as_one_run"
         ),
     ),
+    ("docs/training.md", r"tensorboard --logdir", NotHere("a page that is served until Ctrl-C, for a browser")),
     ("docs/training.md", r"shoal run -np 4 --checkpoint", Run("", r"-np 4")),
     ("docs/several-machines.md", r"shoal run -np 4 --workers-per-machine", QUICK),
     ("docs/training.md", r"shoal run -np 2 --num-servers 1", QUICK),
@@ -245,6 +246,11 @@ DECISIONS = [
     ),
     ("docs/swarm.md", r"shoal swarm", Elsewhere("cli/test_swarm.py::test_a_run_as_its_member_tells_it")),
     ("docs/swarm.md", r"swarm = ", Here(IN_A_SWARM)),
+    (
+        "docs/swarm.md",
+        r"import sys|python member",
+        Elsewhere("examples/test_train_in_a_swarm.py::test_the_program_of_the_page_in_two_shells"),
+    ),
     (
         "docs/swarm.md",
         r"strategy = shoal.SwarmTraining",

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_in_a_swarm.py"
+PAGE = ROOT / "docs" / "swarm.md"
 
 
 class Shell:
     """One `python train_in_a_swarm.py …`, and what it has printed."""
 
-    def __init__(self, *words):
+    def __init__(self, *words, program=EXAMPLE):
         self.printed = ""
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, EXAMPLE, *map(str, words)]
+        command = [sys.executable, program, *map(str, words)]
         self.child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
 
     def read_until(self, pattern):
@@ -67,6 +69,23 @@ def test_two_shells():
         two.append(Shell("--join", two[0].address, *words))
         for shell in two:
             assert shell.accuracy > 20
+            shell.check_samples()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_program_of_the_page_in_two_shells(tmp_path):
+    (code,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE.read_text(), re.DOTALL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    program = tmp_path / "member.py"
+    program.write_text(code.replace("127.0.0.1:31337", address).replace("< 200", "< 60"))
+    with shells() as two:
+        two.append(Shell(program=program))
+        two[0].read_until("in the run, at step 0\n")
+        two.append(Shell(address, program=program))
+        for shell in two:
+            shell.read_until(": 2 members, loss ")
             shell.check_samples()
 
 
