@@ -7,12 +7,14 @@ INTEGRATED := $(VENV)/.ready-integrations
 DOCUMENTED := $(VENV)/.ready-docs
 DEMO := shoal-reports/demo
 
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("Shoal needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
+
 .PHONY: setup docs figures demo test test-fast test-slow test-gpu check format bench clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Shoal needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,report]'
 	touch $(READY)
@@ -57,6 +59,7 @@ test-gpu: setup
 # the documentation as a site, in site/; a broken link or a public name without a page fails. It is made of the
 # source alone: neither torch nor Shoal has to be installed
 $(DOCUMENTED): pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from documented_names import problems, public_names
+from documented_names import problems, public_names, with_titles
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,6 +31,11 @@ def test_a_public_name_without_a_place_is_named(tmp_path):
         "shoal.begin is in docs/api, and not public",
     ]
     assert "hooks: [tools/documented_names.py]" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_a_link_to_a_page_has_the_title_of_the_page():
+    shown = with_titles("[all](strategies.md), [strategies.md](strategies.md#options), [x.md](x.md)", DOCS)
+    assert shown == "[all](strategies.md), [Strategies](strategies.md#options), [x.md](x.md)"
 
 
 def test_every_page_is_in_the_contents_once():

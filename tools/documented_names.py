@@ -1,4 +1,6 @@
-"""Looks whether every public name has its place in the reference; `make docs` calls it as a hook of MkDocs.
+"""Looks whether every public name has its place in the reference, and shows links by the titles of pages.
+
+`make docs` calls it as a hook of MkDocs.
 
 It reads the source and imports nothing of Shoal, so that it runs where the site alone is built.
 """
@@ -34,6 +36,25 @@ def problems(docs: Path) -> list[str]:
         *(f"shoal.{name} is in docs/api, and not public" for name in sorted({*described} - names)),
         *(f"shoal.{name} is in docs/api twice" for name in sorted({*described}) if described.count(name) > 1),
     ]
+
+
+def with_titles(markdown: str, folder: Path) -> str:
+    """Links whose text is the name of a file have the title of that page, as a reader of the site knows it.
+
+    `folder` is that of the page. Other readers of the same files see the names.
+    """
+
+    def titled(link: re.Match[str]) -> str:
+        page = folder / link[1].partition("#")[0]
+        title = re.search(r"^# (.+)$", page.read_text(), re.MULTILINE) if page.is_file() else None
+        return f"[{title[1]}]({link[1]})" if title else link[0]
+
+    return re.sub(r"\[[\w./-]+\.md\]\(([^):]+)\)", titled, markdown)
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """MkDocs shows what this returns."""
+    return with_titles(markdown, Path(page.file.abs_src_path).parent)
 
 
 def on_config(config: Any) -> None:

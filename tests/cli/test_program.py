@@ -121,6 +121,14 @@ def test_an_error_that_nobody_foresaw_is_raised(monkeypatch):
         run(["doctor"])
 
 
+def test_a_machine_without_torch_is_told_what_to_install():
+    program = "import sys; sys.modules['torch'] = None; from shoal.cli.program import main; main(['compare'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == FAILED
+    assert done.stderr.startswith("shoal: torch is not installed.\n  Try: pip install torch")
+    assert "Traceback" not in done.stderr
+
+
 def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt

@@ -166,7 +166,11 @@ DECISIONS = [
             "integrations/test_trackers.py::test_tensorboard_reads_all_steps_of_four_workers_as_one_run"
         ),
     ),
-    ("docs/training.md", r"tensorboard --logdir", NotHere("a page that is served until Ctrl-C, for a browser")),
+    (
+        "docs/training.md",
+        r"tensorboard --logdir",
+        NotHere("a page that is served until Ctrl-C, for a browser"),
+    ),
     ("docs/training.md", r"shoal run -np 4 --checkpoint", Run("", r"-np 4")),
     ("docs/several-machines.md", r"shoal run -np 4 --workers-per-machine", QUICK),
     ("docs/training.md", r"shoal run -np 2 --num-servers 1", QUICK),

@@ -112,7 +112,9 @@ def test_the_program_runs_and_the_command_shows_it():
         ledger = names["strategy"].ledger
         assert ledger.num_added == len(images)
         assert sum(num for _, num in ledger.lost) == len(images)  # fewer than the target of one step
-        words = [word.replace(ADDRESS, str(begun.address)) for word in command_with("shoal swarm", "--secret-file")]
+        words = [
+            word.replace(ADDRESS, str(begun.address)) for word in command_with("shoal swarm", "--secret-file")
+        ]
         done = CliRunner().invoke(app, [*words[1:], "--once"])
         assert done.exit_code == 1  # it has ended
         assert "Nobody of the run 'digits' answers." in done.output

@@ -217,6 +217,14 @@ def _run(arguments: list[str]) -> int:
         if isinstance(error, UsageError):
             return BAD_USAGE
         return NOT_COMPARABLE if isinstance(error, ReportError) else FAILED
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        next_step = (
+            "pip install torch, as https://pytorch.org says for this machine; `shoal doctor` looks at it."
+        )
+        emit(f"shoal: {ShoalError('torch is not installed.', next_step=next_step)}", sys.stderr)
+        return FAILED
     except typer.Exit as leave:
         return leave.exit_code
     except ClickException as error:
