@@ -108,21 +108,17 @@ class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     option: Annotated[
-        dict[str, str],
-        flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE"),
+        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
     ] = {}
     num_workers: Annotated[
-        int | None,
-        flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(NUM_WORKERS)),
+        int | None, flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(NUM_WORKERS))
     ] = None
     device: Device = "auto"
     splits: Annotated[
-        tuple[str, ...],
-        flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,..."),
+        tuple[str, ...], flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,...")
     ] = ("iid", "dirichlet:0.1")
     seeds: Annotated[
-        int | None,
-        flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS)),
+        int | None, flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS))
     ] = None
     steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
     eval_every: Annotated[

@@ -206,8 +206,7 @@ def _machines(flags: CollectivesFlags, hosts: HostFlags) -> tuple[tuple[int, int
         named = _on_hosts(hosts)
         if machines not in (None, named):
             raise UsageError(
-                f"--machines {flags.machines} is not what the hosts are.",
-                next_step="leave --machines out.",
+                f"--machines {flags.machines} is not what the hosts are.", next_step="leave --machines out."
             )
         machines = named
     if machines is not None and flags.workers is not None:

@@ -306,9 +306,7 @@ def run_seed(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     images_and_labels = (mnist(train=is_training, folder=task["data_dir"]) for is_training in (True, False))
     (train_x, train_y), (test_x, test_y) = images_and_labels
     result = run_mixture(
-        settings,
-        (train_x, train_y, test_x, test_y),
-        lambda done, total: tell(f"updates: {done} of {total}"),
+        settings, (train_x, train_y, test_x, test_y), lambda done, total: tell(f"updates: {done} of {total}")
     )
     at = result.diverged_after
     if at is not None:

@@ -169,8 +169,7 @@ class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
         float | None, flag("Seconds that a record lives, a week at most.", ge=0.001, shown="300")
     ] = None
     wait_timeout: Annotated[
-        float | None,
-        flag("Seconds after which a request has failed.", ge=0.001, shown="3, the DHT's own"),
+        float | None, flag("Seconds after which a request has failed.", ge=0.001, shown="3, the DHT's own")
     ] = None
     increase_file_limit: Annotated[bool, flag("Allow as many open sockets as the peers need.")] = False
     num_experts: Annotated[int | None, flag("experts: drawn at random.", ge=1, shown="256")] = None
@@ -186,8 +185,7 @@ class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
         flag("keys: store so many, then kill, then get all; instead of rounds.", ge=1, shown=False),
     ] = None
     total_num_rounds: Annotated[
-        int | None,
-        flag("keys: one key each, stored and got; peers die along the way.", ge=1, shown="16"),
+        int | None, flag("keys: one key each, stored and got; peers die along the way.", ge=1, shown="16")
     ] = None
     num_store_peers: Annotated[
         int | None, flag("keys: store a subkey each.", ge=1, shown="8; 1 with --num-keys")
@@ -197,8 +195,7 @@ class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
     )
     num_threads: Annotated[int | None, flag("keys: keys at once.", ge=1, shown="10")] = None
     failure_rate: Annotated[
-        float | None,
-        flag("keys: share of peers that is killed.", ge=0, le=1, shown="0.1; --virtual: 0"),
+        float | None, flag("keys: share of peers that is killed.", ge=0, le=1, shown="0.1; --virtual: 0")
     ] = None
     delay: Annotated[float | None, flag("keys: seconds between store and get.", ge=0, shown="0")] = None
     wait_after_iteration: Annotated[

@@ -137,8 +137,7 @@ class ExpertsFlags(msgspec.Struct, frozen=True, kw_only=True):
         int | None, flag("Each with a connection and a thread of its own.", ge=1, shown=_PRESETS)
     ] = None
     client_processes: Annotated[
-        int | None,
-        flag("That clients are spread over.", ge=1, shown="4 for each core, or the clients"),
+        int | None, flag("That clients are spread over.", ge=1, shown="4 for each core, or the clients")
     ] = None
     num_batches_per_client: Annotated[int | None, flag("One after another.", ge=1, shown="16")] = None
     batch_size: Annotated[int | None, flag("Samples of a client's call.", ge=1, shown=_PRESETS)] = None
@@ -360,10 +359,7 @@ class ExpertsOutcome:
     def _failure_text(self, config: ExpertsConfig) -> str:
         parts = []
         num_echoes = config.num_calls * len(self.echo_samples_per_s)
-        for what, num, tally in (
-            ("calls", config.num_calls, self.asked),
-            ("echoes", num_echoes, self.echo),
-        ):
+        for what, num, tally in (("calls", config.num_calls, self.asked), ("echoes", num_echoes, self.echo)):
             if tally.failures:
                 reasons = ", ".join(f"{name} × {count}" for name, count in tally.failures.items())
                 parts.append(f"{tally.num_failed} of {num} {what} failed: {reasons}.")

@@ -108,8 +108,7 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
         str | None, flag("A git revision or checkout to take turns with and compare to.", metavar="REF")
     ] = None
     report: Annotated[
-        Path | None,
-        flag(f"Where to save; by default under {DEFAULT_FOLDER}/.", "--report", metavar="FILE"),
+        Path | None, flag(f"Where to save; by default under {DEFAULT_FOLDER}/.", "--report", metavar="FILE")
     ] = None
     json_file: Annotated[
         Path | None, flag("Write the report's JSON there too; - is stdout.", "--json", metavar="FILE")

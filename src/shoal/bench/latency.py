@@ -107,15 +107,13 @@ class LatencyFlags(LatencyOptions, frozen=True, kw_only=True):
         ),
     ] = None
     passes: Annotated[
-        Literal["forward", "both"],
-        flag("Forward as the document, or also forward and backward together."),
+        Literal["forward", "both"], flag("Forward as the document, or also forward and backward together.")
     ] = "forward"
     methods: Annotated[tuple[str, ...], flag("What is measured, some of these.", metavar="NAME,...")] = (
         METHODS
     )
     device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        flag("Where layers are computed.", shown="cuda where there is one"),
+        Literal["cpu", "cuda"] | None, flag("Where layers are computed.", shown="cuda where there is one")
     ] = None
     virtual: Annotated[bool, flag("Simulate it: delays take no time, and computing what is said.")] = False
     increase_file_limit: Annotated[bool, flag("Allow as many open sockets as clients need.")] = False

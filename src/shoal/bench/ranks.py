@@ -61,8 +61,7 @@ class HostFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The machines for workers that the command line names, or a launcher has chosen."""
 
     hosts: Annotated[
-        str | None,
-        flag("Machines for the workers, reached by ssh.", "-H", "--hosts", metavar="HOST:N,…"),
+        str | None, flag("Machines for the workers, reached by ssh.", "-H", "--hosts", metavar="HOST:N,…")
     ] = None
     hostfile: Hostfile = None
     ssh_port: SshPort = None
@@ -131,11 +130,7 @@ class HostFlags(msgspec.Struct, frozen=True, kw_only=True):
         from shoal.launch.hosts import SshSettings, open_hosts
 
         ssh = SshSettings(
-            self.ssh_port,
-            self.ssh_user,
-            tuple(self.ssh_option or ()),
-            self.remote_python,
-            self.remote_cwd,
+            self.ssh_port, self.ssh_user, tuple(self.ssh_option or ()), self.remote_python, self.remote_cwd
         )
         return open_hosts(self.hosts, self.hostfile, ssh)
 

@@ -76,9 +76,7 @@ class ScalingFlags(msgspec.Struct, frozen=True, kw_only=True):
     strategies: Annotated[
         tuple[str, ...] | None,
         flag(
-            "Beside 'none', where nothing is shared.",
-            metavar="NAME,...",
-            shown=",".join(DEFAULT_STRATEGIES),
+            "Beside 'none', where nothing is shared.", metavar="NAME,...", shown=",".join(DEFAULT_STRATEGIES)
         ),
     ] = None
     dist_optimizer: Annotated[
@@ -629,10 +627,7 @@ class ScalingWorker:
     def _trainee(self, batch_size: int) -> Trainee:
         config = self._config
         recipe = Recipe(
-            entry=self._entry,
-            batch_size=batch_size,
-            learning_rate=config.learning_rate,
-            seed=config.seed,
+            entry=self._entry, batch_size=batch_size, learning_rate=config.learning_rate, seed=config.seed
         )
         return recipe.trainee(self._place.rank, self._place.device(config.device))
 

@@ -115,13 +115,7 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     no_ddp: Annotated[bool, flag("Leave torch's own DDP out.")] = False
     num_workers: Annotated[
         int | None,
-        flag(
-            "Workers, one thread each.",
-            "--np",
-            "-np",
-            ge=1,
-            shown="2, or as many as a launcher started",
-        ),
+        flag("Workers, one thread each.", "--np", "-np", ge=1, shown="2, or as many as a launcher started"),
     ] = None
     option: StrategyOption = {}
     workers_per_machine: WorkersPerMachine = None
@@ -431,11 +425,7 @@ class TrainingScenario:
 
     def _block(self, workers: Workers, name: str, iterations: int | None) -> Blocks:
         answers = workers.ask(
-            "block",
-            strategy=name,
-            iterations=iterations,
-            seconds=self._config.block_s,
-            sleep_s=self._sleep_s,
+            "block", strategy=name, iterations=iterations, seconds=self._config.block_s, sleep_s=self._sleep_s
         )
         return msgspec.convert(answers, Blocks)
 

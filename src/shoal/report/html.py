@@ -52,16 +52,7 @@ from shoal.report.plots import (
     wait_plots,
 )
 from shoal.report.published import beside_documents
-from shoal.report.schema import (
-    Identity,
-    Report,
-    Row,
-    Scalar,
-    flatten,
-    is_in_virtual_time,
-    is_number,
-    text,
-)
+from shoal.report.schema import Identity, Report, Row, Scalar, flatten, is_in_virtual_time, is_number, text
 from shoal.report.statistics import (
     MIN_SEEDS,
     MIN_TIMED_STARTS,
@@ -159,10 +150,7 @@ def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence
 
 def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
     """Write a page of a comparison; `sources` are the file names of baseline and test."""
-    shown = [
-        Shown(diff.baseline, "baseline", 0, sources[0]),
-        Shown(diff.test, "test", 1, sources[1]),
-    ]
+    shown = [Shown(diff.baseline, "baseline", 0, sources[0]), Shown(diff.test, "test", 1, sources[1])]
     figures = PageFigures()
     changes = Section(
         "Change of the median",

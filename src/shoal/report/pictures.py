@@ -237,11 +237,7 @@ def _traffic(shown: Sequence[Shown], figures: PageFigures) -> str:
     ):
         found = _rows(shown, *metrics)
         bars = [
-            bar_of(
-                row,
-                dotted(metric_words(row.metric), name),
-                metrics.index(row.metric),
-            )
+            bar_of(row, dotted(metric_words(row.metric), name), metrics.index(row.metric))
             for (_, row), name in zip(found, _names(found), strict=True)
         ]
         if bars:
@@ -274,11 +270,7 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
     for item in shown:
         own = [(item, row) for metric in _SPEEDS for _, row in _rows([item], metric)]
         bars = [
-            bar_of(
-                row,
-                dotted(_SPEED_NAMES[row.metric], name),
-                _SPEEDS.index(row.metric),
-            )
+            bar_of(row, dotted(_SPEED_NAMES[row.metric], name), _SPEEDS.index(row.metric))
             for (_, row), name in zip(own, _names(own), strict=True)
         ]
         if bars:

@@ -109,10 +109,7 @@ def to_document(report: Report) -> dict[str, Any]:
 
 def diff_lines(diff: Diff) -> list[str]:
     """The comparison in PyTorch's own layout: the test's figures at p75 and p95; negative is slower."""
-    lines = [
-        f"{'':20} {'baseline':>20}      {'test':>20}",
-        f"{'':20} {'-' * 20:>20}      {'-' * 20:>20}",
-    ]
+    lines = [f"{'':20} {'baseline':>20}      {'test':>20}", f"{'':20} {'-' * 20:>20}      {'-' * 20:>20}"]
     old, new = diff.baseline.config, diff.test.config
     lines += [
         f"{name + ':':20} {old.get(name, '-')!s:>20}  vs  {new.get(name, '-')!s:>20}"

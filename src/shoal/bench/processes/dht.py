@@ -177,12 +177,7 @@ class PeerHost:
             and any(peer.address == where and peer.id == who for peer in expert.peers)
             for uid, expert in zip(uids, found, strict=True)
         )
-        return {
-            "took_s": took_s,
-            "num_right": num_right,
-            "hops": hops,
-            "ended_at_s": dht.wall_s(),
-        }
+        return {"took_s": took_s, "num_right": num_right, "hops": hops, "ended_at_s": dht.wall_s()}
 
     # --- keys ---
 

@@ -13,15 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.bench.contenders import NONE, Spread, inputs_text, is_free_running, tokens_of
-from shoal.bench.training import (
-    FRACTION,
-    ITERATION,
-    OPTIMIZERS,
-    OWN_FRACTION,
-    OWN_SPEED,
-    SPEED,
-    WAITED,
-)
+from shoal.bench.training import FRACTION, ITERATION, OPTIMIZERS, OWN_FRACTION, OWN_SPEED, SPEED, WAITED
 from shoal.report import Report, Row
 from shoal.report.schema import rows_of, with_failed
 from shoal.report.statistics import MIN_TIMED_STARTS, known_percentiles, lead_of, start_medians
