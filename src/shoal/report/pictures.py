@@ -6,7 +6,7 @@ Each is told from metrics, so that any report that has them gets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -57,10 +57,20 @@ def _rows(shown: Sequence[Shown], *metrics: str) -> Found:
     ]
 
 
-def _names(found: Found) -> list[str]:
-    """What tells each row from the others: its report, its setting."""
-    contest = Contest([row.key for _, row in found])
-    return [dotted(item.label, contest.contender(row.key), contest.setting(row.key)) for item, row in found]
+def _labelled(found: Found, words: Mapping[str, str]) -> list[tuple[str, int, Row]]:
+    """Each row with its label, and the place of its metric among `words`.
+
+    A label is what the row is of, then what tells it from the others: its report, its setting.
+    """
+    contest, places = Contest([row.key for _, row in found]), list(words)
+    return [
+        (
+            dotted(words[row.metric], item.label, contest.contender(row.key), contest.setting(row.key)),
+            places.index(row.metric),
+            row,
+        )
+        for item, row in found
+    ]
 
 
 # --- until the target ---
@@ -160,31 +170,25 @@ def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
     parts = []
     for item in shown:
         bars = []
-        for metric, counted_by in _TRIED.items():
-            found = _rows([item], metric)
-            tries = {row.identity[1]: row for _, row in _rows([item], counted_by)}
-            for (_, row), name in zip(found, _names([(item, row) for _, row in found]), strict=True):
-                calls = tries.get(row.identity[1])
-                if calls is None or len(calls.starts) != len(row.starts):
-                    continue
-                total = sum(map(len, calls.starts))
-                done = sum(
-                    min(1.0, max(0.0, share[0])) * len(start)
-                    for share, start in zip(row.starts, calls.starts, strict=True)
-                )
-                low, high = wilson(done, total)
-                note = f"{done:,.0f} of {total:,}"
-                label = dotted(_CALLS[metric], name)
-                colour = list(_TRIED).index(metric)
-                bars.append(IntervalBar(label, done / total, low, high, note, colour, metric))
+        tries = {row.identity: row for _, row in _rows([item], *_TRIED.values())}
+        for label, colour, row in _labelled(_rows([item], *_CALLS), _CALLS):
+            calls = tries.get((_TRIED[row.metric], row.identity[1]))
+            if calls is None or len(calls.starts) != len(row.starts):
+                continue
+            total = sum(map(len, calls.starts))
+            done = sum(
+                min(1.0, max(0.0, share[0])) * len(start)
+                for share, start in zip(row.starts, calls.starts, strict=True)
+            )
+            low, high = wilson(done, total)
+            note = f"{done:,.0f} of {total:,}"
+            bars.append(IntervalBar(label, done / total, low, high, note, colour, row.metric))
         if bars:
             alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
             dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""
             dead = "no peer was dead" if alive and min(alive) == 1 else dead
-            title = dotted(item.label, dead)
-            parts.append(
-                titled(sentence_case(title), figures.place(bars_figure(bars, "Share that succeeded")))
-            )
+            title = sentence_case(dotted(item.label, dead))
+            parts.append(titled(title, figures.place(bars_figure(bars, "Share that succeeded"))))
     return beside_one_another(*parts)
 
 
@@ -205,16 +209,15 @@ SUCCESS_HOW = (
 
 def _hops(shown: Sequence[Shown], figures: PageFigures) -> str:
     parts = []
-    found = _rows(shown, "get_hops", "store_hops")
-    for (item, row), name in zip(found, _names(found), strict=True):
+    words = {"get_hops": "Reads", "store_hops": "Stores"}
+    found = _rows(shown, *words)
+    for (item, row), (title, _, _) in zip(found, _labelled(found, words), strict=True):
         if not all(0 <= hops <= MAX_HOPS for hops in row.samples):
             continue
         counts: dict[int, float] = {}
         for hops in row.samples:
             counts[int(hops)] = counts.get(int(hops), 0.0) + 1
         whole = Histogram({number: counts.get(number, 0.0) for number in range(max(counts) + 1)})
-        what = "Reads" if row.metric == "get_hops" else "Stores"
-        title = dotted(what, name)
         picture = histogram_figure(whole, item.number, "Peers asked one after another", " peers asked")
         parts.append(titled(title, figures.place(picture)))
     return beside_one_another(*parts)
@@ -235,11 +238,8 @@ def _traffic(shown: Sequence[Shown], figures: PageFigures) -> str:
         ("Datagrams", ("store_datagrams", "get_datagrams")),
         ("Bytes", ("store_bytes", "get_bytes")),
     ):
-        found = _rows(shown, *metrics)
-        bars = [
-            bar_of(row, dotted(metric_words(row.metric), name), metrics.index(row.metric))
-            for (_, row), name in zip(found, _names(found), strict=True)
-        ]
+        words = {metric: metric_words(metric) for metric in metrics}
+        bars = [bar_of(row, label, colour) for label, colour, row in _labelled(_rows(shown, *words), words)]
         if bars:
             parts.append(titled(what, figures.place(bars_figure(bars, f"{what} for one record"))))
     return beside_one_another(*parts)
@@ -253,8 +253,7 @@ TRAFFIC_HOW = (
 
 # --- an expert server ---
 
-_SPEEDS = ("samples_per_s", "local_samples_per_s", "raw_samples_per_s", "echo_samples_per_s")
-_SPEED_NAMES = {
+_SPEEDS = {
     "samples_per_s": "the expert server",
     "local_samples_per_s": "the module alone, without a network",
     "raw_samples_per_s": "blocking sockets without a protocol",
@@ -268,11 +267,8 @@ def _throughput(shown: Sequence[Shown], figures: PageFigures) -> str:
         return ""
     parts = []
     for item in shown:
-        own = [(item, row) for metric in _SPEEDS for _, row in _rows([item], metric)]
-        bars = [
-            bar_of(row, dotted(_SPEED_NAMES[row.metric], name), _SPEEDS.index(row.metric))
-            for (_, row), name in zip(own, _names(own), strict=True)
-        ]
+        own = _labelled(_rows([item], *_SPEEDS), _SPEEDS)
+        bars = [bar_of(row, label, colour) for label, colour, row in own]
         if bars:
             # the echo is many times as fast as all computing: on one axis the others would be slivers
             near = [bar for bar in bars if (bar.value or 0.0) <= MAX_TIMES * (bars[0].value or 0.0)]
@@ -330,10 +326,7 @@ def _call_times(shown: Sequence[Shown], figures: PageFigures) -> str:
             own = _rows([item], *metrics)
             if not own:
                 continue
-            named = [
-                (dotted(_KINDS[row.metric], name), number, row)
-                for number, ((_, row), name) in enumerate(zip(own, _names(own), strict=True))
-            ]
+            named = [(label, number, row) for number, (label, _, row) in enumerate(_labelled(own, _KINDS))]
             number = figures.open_set((name, colour) for name, colour, _ in named)
             picture = percentiles_figure(("latency", own[0][1].unit, "lower"), named)
             for series, trace in enumerate(picture["data"]):

@@ -145,7 +145,7 @@ class PageFigures:
             return ""
         buttons = "".join(
             f'<button type="button" class="line s{entry["colour"]}" data-set="{number}" '
-            f'data-series="{index}" aria-pressed="{"false" if entry["isHidden"] else "true"}">'
+            f'data-series="{index}" aria-pressed="{str(not entry["isHidden"]).lower()}">'
             f"{escape(entry['label'])}</button>"
             for index, entry in enumerate(series)
         )

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from shoal.bench.contenders import NONE, Spread, iteration_text, tokens_of
-from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
+from shoal.bench.scaling import AS_TOKENS, EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED, ScalingPoint
 from shoal.core import ShoalError
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
@@ -22,11 +22,11 @@ _METRICS_OF_TOKENS = {text: image for image, text in AS_TOKENS.items()}
 
 
 class ScalingFigures:
-    """The rows of a report by strategy, batch size and number of workers."""
+    """The rows of a report by point: strategy, batch size and number of workers."""
 
     def __init__(self, report: Report) -> None:
-        self._rows: dict[tuple[str, str, int, int, int | None], Row] = {}
-        self.errors: dict[tuple[str, int, int], str] = {}
+        self._rows: dict[tuple[str, ScalingPoint, int | None], Row] = {}
+        self.errors: dict[ScalingPoint, str] = {}
         self.processors: dict[int, tuple[float, str]] = {}
         """How many cores or GPUs a worker has, and which, by the number of workers."""
         self.num_tokens = tokens_of(report.config)
@@ -40,36 +40,40 @@ class ScalingFigures:
                 self._add(row)
 
     def _add(self, row: Row) -> None:
-        key = str(row.key["strategy"]), int(row.key["batch_size"]), int(row.key["num_workers"])
+        place = (str(row.key["strategy"]), int(row.key["batch_size"]), int(row.key["num_workers"]))
+        point = ScalingPoint(*place)
         if row.error is not None:
-            self.errors[key] = row.error
+            self.errors[point] = row.error
         else:
             rank = int(row.key["rank"]) if "rank" in row.key else None
-            self._rows[(_METRICS_OF_TOKENS.get(row.metric, row.metric), *key, rank)] = row
+            self._rows[_METRICS_OF_TOKENS.get(row.metric, row.metric), point, rank] = row
 
-    def samples(
-        self, metric: str, strategy: str, batch_size: int, num_workers: int, rank: int | None = None
-    ) -> list[float] | None:
+    def samples(self, metric: str, point: ScalingPoint, rank: int | None = None) -> list[float] | None:
         """Return all samples of one figure; None where it was not measured."""
-        row = self._rows.get((metric, strategy, batch_size, num_workers, rank))
+        row = self._rows.get((metric, point, rank))
         return None if row is None else row.samples
 
-    def mean(self, metric: str, strategy: str, batch_size: int, num_workers: int) -> float | None:
+    def mean(self, metric: str, point: ScalingPoint) -> float | None:
         """Averages the samples of one figure; None where it was not measured."""
-        samples = self.samples(metric, strategy, batch_size, num_workers)
+        samples = self.samples(metric, point)
         return None if samples is None else statistics.fmean(samples)
 
-    def start_medians(self, strategy: str, batch_size: int, num_workers: int) -> list[float]:
+    def start_medians(self, point: ScalingPoint) -> list[float]:
         """The speeds of all workers together, one for each start; of a point that was measured."""
-        return start_medians(self._rows[SPEED, strategy, batch_size, num_workers, None])
+        return start_medians(self._rows[SPEED, point, None])
 
     @property
-    def points(self) -> list[tuple[str, int, int]]:
-        """Strategy, batch size and number of workers, as measured or failed; by number within a strategy."""
-        measured = [key[1:4] for key in self._rows if key[0] == SPEED]
+    def points(self) -> list[ScalingPoint]:
+        """Those that were measured or failed; by number of workers within a strategy."""
+        measured = [point for metric, point, _ in self._rows if metric == SPEED]
         points = dict.fromkeys((*measured, *self.errors))
-        names = list(dict.fromkeys(point[0] for point in points))
-        return sorted(points, key=lambda point: (names.index(point[0]), point[2]))
+        names = list(dict.fromkeys(point.strategy for point in points))
+        return sorted(points, key=lambda point: (names.index(point.strategy), point.num_workers))
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The batch sizes of all points."""
+        return list(dict.fromkeys(point.batch_size for point in self.points))
 
 
 def summarize_scaling(report: Report) -> dict[str, Any]:
@@ -83,11 +87,10 @@ def summarize_scaling(report: Report) -> dict[str, Any]:
     }
     for metric, places in ((SPEED, 1), (EFFICIENCY, 4), (FRACTION, 4)):
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for strategy, batch_size, num_workers in figures.points:
-            mean = figures.mean(metric, strategy, batch_size, num_workers)
-            if mean is not None:
-                by_strategy = found.setdefault(str(batch_size), {})
-                by_strategy.setdefault(strategy, {})[str(num_workers)] = round(mean, places)
+        for point in figures.points:
+            if (mean := figures.mean(metric, point)) is not None:
+                by_strategy = found.setdefault(str(point.batch_size), {})
+                by_strategy.setdefault(point.strategy, {})[str(point.num_workers)] = round(mean, places)
         is_text = figures.num_tokens is not None
         result[AS_TOKENS.get(metric, metric) if is_text else metric] = found
     if report.config.get("should_predict"):
@@ -99,32 +102,30 @@ def headline(report: Report) -> list[str]:
     """For each batch size, how fast the most workers are, and under which strategy where starts tell."""
     figures = ScalingFigures(report)
     lines = []
-    for batch_size in dict.fromkeys(point[1] for point in figures.points):
+    for batch_size in figures.batch_sizes:
         measured = [
-            (num_workers, speed, strategy)
-            for strategy, batch, num_workers in figures.points
-            if batch == batch_size
-            and strategy != NONE
-            and (speed := figures.mean(SPEED, strategy, batch, num_workers)) is not None
+            point
+            for point in figures.points
+            if point.batch_size == batch_size
+            and point.strategy != NONE
+            and figures.samples(SPEED, point) is not None
         ]
         if not measured:
             continue
-        num_workers, speed, strategy = max(measured)
+        most = max(point.num_workers for point in measured)
         rivals = {
-            name: figures.start_medians(name, batch_size, most)
-            for most, _, name in measured
-            if most == num_workers
+            point.strategy: figures.start_medians(point) for point in measured if point.num_workers == most
         }
+        what = f"With {counted(most, 'worker')} at batch {batch_size}"
         if len(rivals) > 1:
-            what = f"With {counted(num_workers, 'worker')} at batch {batch_size}"
             lead = lead_of(rivals, "higher", MIN_TIMED_STARTS)
             lines.append(contest_line(what, lead, lambda mean: f"{digits(mean)} {figures.unit}"))
             continue
-        efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
-        fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
+        point = next(point for point in measured if point.num_workers == most)
+        speed, linear, fraction = (figures.mean(name, point) or 0.0 for name in (SPEED, EFFICIENCY, FRACTION))
         lines.append(
-            f"With {counted(num_workers, 'worker')} at batch {batch_size}: {strategy}, {digits(speed)} "
-            f"{figures.unit}, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
+            f"{what}: {point.strategy}, {digits(speed)} {figures.unit}, {linear:.0%} of linear, "
+            f"{fraction:.0%} of the same workers sharing nothing."
         )
     return lines
 
@@ -136,15 +137,14 @@ def scaling_items(report: Report) -> Items:
     if config.get("device") == "cpu":
         items.append("On the CPU: what the lines below count as a GPU is a worker of one thread.")
     items.append("")
-    asked = [point for point in figures.points if point[0] != NONE]
-    measured = [point for point in asked if figures.samples(SPEED, *point) is not None]
+    asked = [point for point in figures.points if point.strategy != NONE]
+    measured = [point for point in asked if figures.samples(SPEED, point) is not None]
     if len(asked) == len(measured) == 1:
         items += [*_document_lines(figures, asked[0], config), ""]
-    for batch_size in dict.fromkeys(point[1] for point in figures.points):
-        items.append(_table(figures, batch_size))
+    items += [_table(figures, batch_size) for batch_size in figures.batch_sizes]
     items += _notes(figures, config)
     for point in measured if len(asked) > 1 else ():
-        items += [_point_text(point), *_figure_lines(figures, point), ""]
+        items += [f"{point}:", *_figure_lines(figures, point), ""]
     items += [(line, "red") for line in _failures(report)]
     if config.get("should_predict"):
         items += predicted_items(report)
@@ -166,16 +166,13 @@ def _what(config: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _document_lines(
-    figures: ScalingFigures, point: tuple[str, int, int], config: dict[str, Any]
-) -> list[str]:
+def _document_lines(figures: ScalingFigures, point: ScalingPoint, config: dict[str, Any]) -> list[str]:
     """All that the document prints of its one point."""
-    _, batch_size, num_workers = point
-    speeds = figures.samples(WORKER_SPEED, *point, 0) or []
+    speeds = figures.samples(WORKER_SPEED, point, 0) or []
     return [
         f"Model: {config.get('model')}",
-        f"Batch size: {batch_size}",
-        f"Number of GPUs: {num_workers}",
+        f"Batch size: {point.batch_size}",
+        f"Number of GPUs: {point.num_workers}",
         "Running warmup...",
         "Running benchmark...",
         *(iteration_text(number, speed, figures.what) for number, speed in enumerate(speeds)),
@@ -183,43 +180,39 @@ def _document_lines(
     ]
 
 
-def _figure_lines(figures: ScalingFigures, point: tuple[str, int, int]) -> list[str]:
+def _figure_lines(figures: ScalingFigures, point: ScalingPoint) -> list[str]:
     """What the document ends with: each worker's speed, and that of all."""
-    num_workers = point[2]
-    speeds = [figures.samples(WORKER_SPEED, *point, rank) or [math.nan] for rank in range(num_workers)]
+    ranks = range(point.num_workers)
+    speeds = [figures.samples(WORKER_SPEED, point, rank) or [math.nan] for rank in ranks]
     lines = [
         f"[{rank}] {figures.what.capitalize()}/sec per GPU: {Spread.of(own)}"
         for rank, own in enumerate(speeds)
     ]
-    totals = Spread.of(figures.samples(SPEED, *point) or [math.nan])
-    return [*lines, f"Total {figures.what}/sec on {num_workers} GPU(s): {totals}"]
-
-
-def _point_text(point: tuple[str, int, int]) -> str:
-    strategy, batch_size, num_workers = point
-    return f"{strategy}, {counted(num_workers, 'worker')}, batch {batch_size}:"
+    totals = Spread.of(figures.samples(SPEED, point) or [math.nan])
+    return [*lines, f"Total {figures.what}/sec on {point.num_workers} GPU(s): {totals}"]
 
 
 def _table(figures: ScalingFigures, batch_size: int) -> Table:
-    own_speed = figures.mean(SPEED, NONE, batch_size, 1)
+    own_speed = figures.mean(SPEED, ScalingPoint(NONE, batch_size, 1))
     heads = ("workers", figures.unit, "+-", "per worker", "linear", "of linear", "of ceiling")
     table = Table(
         f"batch {batch_size} of each worker: {figures.unit}, mean +- 1.96 sigma",
         (Column("strategy", "left"), *map(Column, heads)),
     )
-    for strategy, batch, num_workers in figures.points:
-        if batch != batch_size:
+    for point in figures.points:
+        if point.batch_size != batch_size:
             continue
-        linear = "-" if own_speed is None else digits(num_workers * own_speed)
-        samples = figures.samples(SPEED, strategy, batch, num_workers)
+        place = point.strategy, str(point.num_workers)
+        linear = "-" if own_speed is None else digits(point.num_workers * own_speed)
+        samples = figures.samples(SPEED, point)
         if samples is None:
-            table.rows.append((strategy, str(num_workers), "failed", "-", "-", linear, "-", "-"))
+            table.rows.append((*place, "failed", "-", "-", linear, "-", "-"))
             continue
         total = Spread.of(samples)
-        ratios = [figures.mean(metric, strategy, batch, num_workers) for metric in (EFFICIENCY, FRACTION)]
-        cells = (digits(total.mean), digits(total.error), digits(total.mean / num_workers), linear)
+        ratios = [figures.mean(metric, point) for metric in (EFFICIENCY, FRACTION)]
+        cells = (digits(total.mean), digits(total.error), digits(total.mean / point.num_workers), linear)
         shares = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
-        table.rows.append((strategy, str(num_workers), *cells, *shares))
+        table.rows.append((*place, *cells, *shares))
     return table
 
 
@@ -233,8 +226,8 @@ def _notes(figures: ScalingFigures, config: dict[str, Any]) -> list[str]:
             sharing = f"{num_workers} workers share {counted(round(share * num_workers), kind)}"
             notes.append(f"{sharing}: linear is out of reach here, and the ceiling is what there is.")
     num_batches = int(config.get("num_batches_per_iter", 1))
-    for batch_size in dict.fromkeys(point[1] for point in figures.points):
-        own_speed = figures.mean(SPEED, NONE, batch_size, 1) or math.inf
+    for batch_size in figures.batch_sizes:
+        own_speed = figures.mean(SPEED, ScalingPoint(NONE, batch_size, 1)) or math.inf
         iteration_s = num_batches * batch_size * (figures.num_tokens or 1) / own_speed
         if 0 < iteration_s < _SHORT_S:
             notes.append(
