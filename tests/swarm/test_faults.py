@@ -5,6 +5,7 @@ import collections
 import ctypes
 import gc
 import logging
+import math
 import random
 import resource
 import sys
@@ -112,10 +113,10 @@ def test_a_round_with_clients_survives_a_fault_at_every_message(kind, clients):
         virtual(survive(kind, message, clients))
 
 
-async def suffer(seed, seconds=60.0, **settings):
+async def suffer(seed, seconds=60.0, num_reachable=math.inf, **settings):
     """Training under random faults of ten kinds; at the end they stop, and all must agree again.
 
-    Where rounds are audited, nobody is banned: all are honest. Gives how many there were of each, and what
+    Where only so many can be dialed these are not killed, and all others are clients. Where rounds are audited, nobody is banned: all are honest. Gives how many there were of each, and what
     came of it.
     """
     choice = random.Random(seed)
@@ -125,20 +126,24 @@ async def suffer(seed, seconds=60.0, **settings):
     async with World(seed=seed, target_samples=15, minority_after_s=30.0, **settings) as world:
 
         async def find():
-            return [run.context.me.peer for run in world.alive().values() if run.is_member]
+            members = [run.context.me for run in world.alive().values() if run.is_member]
+            return [member.peer for member in members if member.is_callable]
 
         def members():
             return [key for key, run in world.alive().items() if run.is_member]
 
         for number in range(NUM_PEERS):
-            await world.start(number, may_found=number == 0, find=find)
+            is_client = number >= num_reachable
+            await world.start(number, may_found=number == 0, find=find, is_client=is_client)
         await world.wait(lambda: all(len(run.members) == NUM_PEERS for run in world.runs.values()))
 
         def fault(message, sender, method):
             if choice.random() >= rate:
                 return None
             kind = choice.choice(kinds)
-            if kind in ("before", "after") and (len(members()) <= 3 or choice.random() < 0.7):
+            if kind in ("before", "after") and (
+                len(members()) <= 3 or sender < num_reachable < math.inf or choice.random() < 0.7
+            ):
                 kind = "lost"  # else there would soon be nobody left
             faults[kind] += 1
             return kind
@@ -150,11 +155,14 @@ async def suffer(seed, seconds=60.0, **settings):
             event = choice.random()
             kind = None
             if event < 0.05 and len(members()) > 3:
-                kind = "killed"
-                world.kill(choice.choice(members()))
+                killed = choice.choice(members())
+                if not killed < num_reachable < math.inf:
+                    kind = "killed"
+                    world.kill(killed)
             elif event < 0.15 and len(world.alive()) < 8:
                 kind = "joined"
-                await world.start(number, may_found=False, find=find)
+                is_client = number >= num_reachable
+                await world.start(number, may_found=False, find=find, is_client=is_client)
                 number += 1
             elif event < 0.18:
                 kind = "cut in two"
@@ -202,6 +210,19 @@ async def suffer(seed, seconds=60.0, **settings):
 @pytest.mark.parametrize("seed", range(2))
 def test_random_faults(seed):
     virtual(suffer(seed, seconds=20.0))
+
+
+@pytest.mark.parametrize("seed", range(300, 302))
+def test_random_faults_among_clients(seed):
+    virtual(suffer(seed, seconds=20.0, num_reachable=2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_reachable", [1, 2])
+def test_many_random_faults_among_clients(num_reachable):
+    for seed in range(400, 440):
+        virtual(suffer(seed, num_reachable=num_reachable))
 
 
 def test_honest_reducers_are_never_banned_under_random_faults():

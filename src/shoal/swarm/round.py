@@ -635,7 +635,7 @@ class SwarmRound:
         """Whether this ballot is no longer worth leading; chooses the next one to follow."""
         if self._present_quorum():
             self._quorum_s = self._now()
-        if self.decision is not None:
+        if self.decision is not None or self.ballot > ballot:
             return True
         wanted = self._wanted_ballot()
         if self.acceptor.promised > ballot or wanted is not None:
