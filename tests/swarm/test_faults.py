@@ -116,8 +116,8 @@ def test_a_round_with_clients_survives_a_fault_at_every_message(kind, clients):
 async def suffer(seed, seconds=60.0, num_reachable=math.inf, **settings):
     """Training under random faults of ten kinds; at the end they stop, and all must agree again.
 
-    Where only so many can be dialed these are not killed, and all others are clients. Where rounds are audited, nobody is banned: all are honest. Gives how many there were of each, and what
-    came of it.
+    Where only so many can be dialed these are not killed, and all others are clients. Where rounds are
+    audited, nobody is banned: all are honest. Gives how many there were of each, and what came of it.
     """
     choice = random.Random(seed)
     rate = choice.choice([0.01, 0.03, 0.1])

@@ -99,8 +99,8 @@ def test_averages_of_sparse_values_travel_sparse():
             before = sum(run.num_sent_bytes for run in world.runs.values())
             await contribute(world, 1)
             sent = sum(run.num_sent_bytes for run in world.runs.values()) - before
-            # a value and its place: each sends two thirds of its values, and to two others what is not zero of
-            # its third of the average, at most three times as much
+            # a value and its place: each sends two thirds of its values, and to two others what is not zero
+            # of its third of the average, at most three times as much
             assert sent <= 8 * 0.01 * size * 3 * (2 / 3 + 2 / 3 * 3) * 1.1
             commit = next(commit for commit, _ in world.commits.values() if commit.plan)
             held = world.runs[0]._finished[commit.round].held
