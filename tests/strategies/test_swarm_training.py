@@ -404,3 +404,37 @@ def test_one_swarm_has_one_run_at_a_time():
                     second.attach(other, sgd(other))
                 train(model, optimizer, 1)
                 assert strategy.run_steps == 1
+
+
+def test_a_robust_run_on_sockets_is_audited_and_nobody_is_banned():
+    found = []
+    with Members(target_samples=48, robust="centered-clip") as members:
+        meet = Meeting(3)
+
+        def work(strategy, model, optimizer):
+            train_until(strategy, model, optimizer, 5, len(members.threads), meet)
+            run = strategy._opened.run  # what nobody but a test asks for
+            found.append((run.audits.num_audited, run.context.bans.num_changes, strategy.run_steps))
+            meet()
+
+        for _ in range(3):
+            members.start(work)
+    assert sum(num_audited for num_audited, _, _ in found) > 0
+    assert not any(num_bans for _, num_bans, _ in found)
+    assert all(num_steps >= 5 for _, _, num_steps in found)
+
+
+def test_a_sparse_codec_does_not_go_with_robust_averages():
+    with pytest.raises(UsageError, match="does not go with the codec"):
+        shoal.SwarmTraining(target_samples=16, robust="median", codec="top-k:0.01")
+
+
+def test_members_of_a_robust_run_refuse_one_that_takes_the_mean():
+    with Members(target_samples=16, robust="median") as members:
+        done = threading.Event()
+        members.start(lambda *_: done.wait(TIMEOUT_S))
+        model = network()
+        other = shoal.SwarmTraining(members.connect(), run="test", target_samples=16)
+        with pytest.raises(UsageError, match="median"), other.attach(model, sgd(model)):
+            pass
+        done.set()
