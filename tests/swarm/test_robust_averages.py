@@ -14,6 +14,7 @@ from shoal.swarm.robust import (
     capped,
     centered_clip,
     coordinate_median,
+    squared_distance,
     squared_norm,
 )
 from shoal.swarm.wire import Registration, SwarmMember
@@ -42,13 +43,15 @@ def test_the_median_is_that_of_each_element(num):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1000, 16_384, 16_385, 40_000])
-def test_norms_are_right_and_the_same_wherever_a_vector_lies_in_memory(size):
+def test_distances_are_right_and_the_same_wherever_vectors_lie_in_memory(size):
     values = np.random.default_rng(1).standard_normal(size).astype(np.float32)
-    assert math.isclose(squared_norm(values), float(np.square(values, dtype=np.float64).sum()), rel_tol=1e-12)
+    center = np.random.default_rng(2).standard_normal(size).astype(np.float32)
+    expected = float(np.square(values.astype(float) - center).sum())
+    assert math.isclose(squared_distance(values, center), expected, rel_tol=1e-12)
     for offset in range(1, 8):  # the processor adds up another way where memory is not aligned
         moved = np.empty(size + offset, np.float32)[offset:]
         moved[:] = values
-        assert squared_norm(moved) == squared_norm(values)
+        assert squared_distance(moved, center) == squared_distance(values, center)
 
 
 def test_norms_tell_what_is_not_finite_from_what_is_large():

@@ -27,16 +27,27 @@ _BLOCK = 16_384
 """Elements that stay in the cache while they are averaged."""
 
 
-def squared_norm(values: Any, center: Any = None) -> float:
-    """Sums the squares of a vector, or of its difference from another one; not finite where a value is not.
+def squared_norm(values: Any) -> float:
+    """Sums the squares of a vector; not finite where one of its values is not.
 
-    By halves: neither by BLAS, whose threads wait for each other on a busy machine, nor by a sum of numpy's,
-    whose order is that of the processor's registers.
+    Not by BLAS, whose threads wait for each other on a busy machine.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = float(np.einsum("i,i->", values, values))
+    if math.isfinite(found) or not np.isfinite(values).all():
+        return found
+    return float(np.square(values, dtype=np.float64).sum())  # the squares are beyond float32, the values not
+
+
+def squared_distance(values: Any, center: Any) -> float:
+    """Sums the squares of what is between two vectors, with the same bits on all processors.
+
+    By halves: the order of a sum of numpy's is that of the processor's registers.
     """
     found = 0.0
     for begin in range(0, len(values), _BLOCK):
-        block = values[begin : begin + _BLOCK]
-        squares = block.astype(np.float64) if center is None else _differences(block, center, begin)
+        block = slice(begin, begin + _BLOCK)
+        squares = np.subtract(values[block], center[block], dtype=np.float64)
         np.multiply(squares, squares, out=squares)
         while len(squares) > 1:
             half = (len(squares) + 1) // 2
@@ -44,10 +55,6 @@ def squared_norm(values: Any, center: Any = None) -> float:
             squares = squares[:half]
         found += float(squares[0])
     return found
-
-
-def _differences(block: Any, center: Any, begin: int) -> Any:
-    return np.subtract(block, center[begin : begin + len(block)], dtype=np.float64)
 
 
 def is_finite(values: Any) -> bool:
@@ -133,7 +140,7 @@ def centered_clip(rows: Sequence[Any], weights: Sequence[float], out: Any) -> No
     coordinate_median(rows, out)
     total = sum(weights)
     for _ in range(_NUM_CLIPS if len(rows) > 1 else 0):
-        distances = [math.sqrt(squared_norm(row, out)) for row in rows]
+        distances = [math.sqrt(squared_distance(row, out)) for row in rows]
         radius = statistics.median_low(distances)
         factors = [
             np.float32(weight / total * (radius / distance if distance > radius else 1.0))
