@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shoal.core import Deadline, DeadlineExceeded, ManualClock, UsageError, fanout
+from shoal.core import Deadline, DeadlineExceeded, ManualClock, UsageError, fanout, results_of
 
 pytestmark = pytest.mark.parametrize("run", ["uvloop", "asyncio"], indirect=True)
 
@@ -204,3 +204,15 @@ def test_a_call_that_finishes_while_it_is_cancelled_keeps_its_result(run):
 
 def test_an_infinite_deadline_sets_no_timer(run):
     assert run(fanout([asyncio.sleep(0, 1)], Deadline.after(math.inf))) == [1]
+
+
+def test_results_are_those_of_all_calls_or_the_first_error(run):
+    async def fail(text):
+        raise ValueError(text)
+
+    def outcomes(*calls):
+        return run(fanout(calls, Deadline.never()))
+
+    assert results_of(outcomes(asyncio.sleep(0, 1), asyncio.sleep(0, 2))) == [1, 2]
+    with pytest.raises(ValueError, match="first"):
+        results_of(outcomes(asyncio.sleep(0, 1), fail("first"), fail("second")))

@@ -41,6 +41,7 @@ from shoal.core import (
     StandingScope,
     UsageError,
     fanout,
+    results_of,
 )
 from shoal.core.identity import Identity, new_secret
 from shoal.core.run_options import flag
@@ -254,9 +255,7 @@ class _BenchPeer:
 
 
 async def _all(calls: Sequence[Any]) -> None:
-    for outcome in await fanout(calls, Deadline.after(2 * _HUNG_S), limit=_NUM_IN_FLIGHT):
-        if isinstance(outcome, Exception):
-            raise outcome
+    results_of(await fanout(calls, Deadline.after(2 * _HUNG_S), limit=_NUM_IN_FLIGHT))
 
 
 # --- the swarm, as the measuring process sees it ---

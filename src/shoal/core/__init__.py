@@ -27,7 +27,7 @@ from shoal.core.errors import (
 from shoal.core.ids import Address, Key, Peer, PeerId
 from shoal.core.loop import BlockingBridge, LoopThread
 from shoal.core.placement import Placement
-from shoal.core.scope import Scope, StandingScope, fanout
+from shoal.core.scope import Scope, StandingScope, fanout, results_of
 from shoal.core.virtual import VirtualLoop, run_virtual
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "VersionMismatch",
     "VirtualLoop",
     "fanout",
+    "results_of",
     "run_virtual",
     "running_clock",
 ]

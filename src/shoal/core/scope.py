@@ -222,6 +222,16 @@ async def fanout(
     ]
 
 
+def results_of(outcomes: Iterable[T | Exception]) -> list[T]:
+    """The results of calls that ran together; the first error is raised."""
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
 async def _settled(task: asyncio.Task[Any]) -> None:
     """Wait until a task and its earlier callbacks are done, whatever it ended in."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -35,6 +35,7 @@ from shoal.core import (
     Scope,
     ShoalError,
     fanout,
+    results_of,
     running_clock,
 )
 from shoal.core.identity import SEED_BYTES, Identity, new_secret
@@ -201,7 +202,7 @@ class PeerHost:
             mixed += [*stores[index * step : (index + 1) * step], kill]
         mixed += stores[len(kills) * step :]
         outcomes = await fanout(mixed, deadline, limit=limit)
-        return [outcome for outcome in map(_checked, outcomes) if outcome is not None]
+        return [outcome for outcome in results_of(outcomes) if outcome is not None]
 
     async def _store(
         self, index: int, number: int, name: str, value: int, expiration_s: float
@@ -327,13 +328,7 @@ def _counted(names: Sequence[str]) -> dict[str, int]:
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, T]], limit: int | None = None) -> list[T]:
     """Every result; the first error, once all have ended."""
-    return [_checked(outcome) for outcome in await fanout(calls, Deadline.never(), limit=limit)]
-
-
-def _checked(outcome: T | Exception) -> T:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    return results_of(await fanout(calls, Deadline.never(), limit=limit))
 
 
 # --- a process ---

@@ -23,7 +23,7 @@ import torch
 from shoal.bench.experts import ECHO, HOST, MAX_RAW_BYTES, ExpertsConfig, Tally
 from shoal.bench.transport import receive_exactly
 from shoal.bench.workers import Parent, end_with_parent, serve
-from shoal.core import Address, Deadline, LoopThread, Peer, fanout
+from shoal.core import Address, Deadline, LoopThread, Peer, fanout, results_of
 from shoal.core.loop import ByteThreads
 from shoal.experts.classes import TrainingSettings, expert_class, make_expert
 from shoal.experts.client.client import ExpertClient, RemoteExpert
@@ -257,9 +257,7 @@ class _Group:
 
     def connect(self) -> None:
         """Every client has its connection, and knows what experts take."""
-        for outcome in self._in_threads([client.connect for client in self._clients]):
-            if isinstance(outcome, Exception):
-                raise outcome
+        results_of(self._in_threads([client.connect for client in self._clients]))
 
     def echo(self) -> Tally:
         """Every client sends what it would send to experts, and gets it back."""
@@ -387,9 +385,7 @@ class _Client:
 
 def _total(tallies: Sequence[Tally | Exception]) -> Tally:
     total = Tally()
-    for tally in tallies:
-        if isinstance(tally, Exception):
-            raise tally
+    for tally in results_of(tallies):
         total.add(tally)
     return total
 

@@ -24,7 +24,7 @@ from shoal.bench.frame import Tell
 from shoal.bench.latency import BACKWARD_COST, RECOMPUTED_COST, LatencyConfig, Method, Passes
 from shoal.bench.processes.experts import be_clients
 from shoal.bench.workers import Parent
-from shoal.core import Address, Deadline, LoopThread, Peer, Scope, ShoalError, fanout
+from shoal.core import Address, Deadline, LoopThread, Peer, Scope, ShoalError, fanout, results_of
 from shoal.core.clock import Clock, running_clock
 from shoal.core.identity import Identity
 from shoal.core.placement import num_cores
@@ -360,9 +360,7 @@ class _Crowd:
         return self._told(self._connect())
 
     async def _connect(self) -> list[float]:
-        for outcome in await fanout([client.warm_up() for client in self._clients], Deadline.never()):
-            if isinstance(outcome, Exception):
-                raise outcome
+        results_of(await fanout([client.warm_up() for client in self._clients], Deadline.never()))
         return []
 
     def latency(self, ping_s: float, passes: Passes) -> dict[str, Any]:

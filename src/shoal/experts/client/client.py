@@ -37,6 +37,7 @@ from shoal.core import (
     TensorError,
     UsageError,
     fanout,
+    results_of,
 )
 from shoal.dht import DHT, Swarm
 from shoal.experts.client.servers import KnownServer, KnownServers
@@ -429,7 +430,7 @@ class ExpertClient(BlockingBridge):
                 parts, _split(inputs, sizes), _split(grad_outputs, sizes), strict=True
             )
         ]
-        gradients = _all_or_error(await fanout(calls, Deadline.never()))
+        gradients = results_of(await fanout(calls, Deadline.never()))
         return [
             None if several[0] is None else torch.cat(several) for several in zip(*gradients, strict=True)
         ]
@@ -568,7 +569,7 @@ async def _in_parts(
 ) -> Forwarded:
     """A batch that is more than a server takes at once."""
     sizes = [min(max_samples, num_samples - start) for start in range(0, num_samples, max_samples)]
-    parts = _all_or_error(await fanout([forward(some) for some in _split(inputs, sizes)], Deadline.never()))
+    parts = results_of(await fanout([forward(some) for some in _split(inputs, sizes)], Deadline.never()))
     outputs = [torch.cat(several) for several in zip(*(part.outputs for part in parts), strict=True)]
     parts = [msgspec.structs.replace(part, outputs=[]) for part in parts]
     return Forwarded(
@@ -593,13 +594,6 @@ def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:
     return list(zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True))
-
-
-def _all_or_error(outcomes: Sequence[T | Exception]) -> list[T]:
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return list(outcomes)  # type: ignore[arg-type]
 
 
 def _peer(given: Peer | Address | str) -> Peer:
