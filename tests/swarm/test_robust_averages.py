@@ -42,6 +42,13 @@ def test_the_median_is_that_of_each_element(num):
     np.testing.assert_allclose(out, np.median(rows, axis=0), atol=1e-6)
 
 
+@pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0], [-0.0, 0.0, -0.0], [-0.0]])
+def test_a_median_that_is_zero_has_no_sign(zeros):
+    out = np.ones(40, np.float32)
+    coordinate_median([np.full(40, zero, np.float32) for zero in zeros], out)
+    assert out.tobytes() == np.zeros(40, np.float32).tobytes()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 1000, 16_384, 16_385, 40_000])
 def test_distances_are_right_and_the_same_wherever_vectors_lie_in_memory(size):
     values = np.random.default_rng(1).standard_normal(size).astype(np.float32)

@@ -431,8 +431,11 @@ class SwarmRun:
         self.state.apply(commit, average)
         round_ = self.round
         if place >= 0 and self.state.has_values and round_ is not None and commit.round == round_.number:
-            receipts = round_.reduction.receipts if round_.reduction is not None else {}
-            self.audits.begin(commit, round_.members, place, held, self.ledger.sent, receipts)
+            reduction = round_.reduction
+            is_this = reduction is not None and reduction.plan == commit.plan
+            sent = self.ledger.sent if is_this else {}
+            receipts = reduction.receipts if reduction is not None and is_this else {}
+            self.audits.begin(commit, round_.members, place, held, sent, receipts)
         self.ledger.settle(commit, place)
         self.history.append((self.state.fork, commit.round, self.state.name))
         self.num_commits += 1
