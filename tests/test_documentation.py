@@ -1,5 +1,6 @@
 """The documentation as a site: every public name and every page has its place, and its first example runs."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 import shoal
 from documented_names import problems, public_names, with_titles
+from shoal.strategies import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,6 +33,18 @@ def test_a_public_name_without_a_place_is_named(tmp_path):
         "shoal.begin is in docs/api, and not public",
     ]
     assert "hooks: [tools/documented_names.py]" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_page_of_a_strategy_says_what_it_does_and_what_its_options_mean():
+    """The reference shows the stub's classes, which stand before those of the source."""
+    tree = ast.parse((ROOT / "src" / "shoal" / "strategies" / "__init__.pyi").read_text())
+    told = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert {*told} == {row.location.partition(":")[2] for row in BUILT_IN.values()}
+    for row in BUILT_IN.values():
+        text = told[row.location.partition(":")[2]]
+        assert text.startswith(row.summary)
+        assert f"`{row.name}`" in text
+    assert "- `outer_lr`: learning rate of the outer step" in told["DiLoCo"]
 
 
 def test_a_link_to_a_page_has_the_title_of_the_page():

@@ -1,7 +1,7 @@
 """Writes the two files that come from the registry of strategies: run as `python tools/strategy_files.py`.
 
 - src/shoal/strategies/__init__.pyi has a constructor for each strategy, so that editors complete and type
-  checkers check `DiLoCo(group, local_steps=4)`.
+  checkers check `DiLoCo(group, local_steps=4)`, and what the pages of the API say of it.
 - docs/options.md lists every strategy with its names, what it needs and survives, and its options.
 """
 
@@ -90,12 +90,35 @@ def _class_source(row: StrategyInfo) -> str:
     ]
     head = [
         f"\nclass {name}(_{name}):",
+        *_docstring(row),
         "    def __init__(",
         "        self,",
         *_FIRST.get(name, ["        group: Group | None = None,", "        *,"]),
         f"        options: {row.options.__name__} | None = None,",
     ]
     return "\n".join([*head, *lines, "    ) -> None: ...\n"])
+
+
+def _docstring(row: StrategyInfo) -> list[str]:
+    """What the strategy does, and what its own options mean."""
+    own = _own_options(row)
+    facts = f"By name `{row.name}`. {_after_a_loss(row)}"
+    facts += (
+        " Options beside those of `StrategyOptions`:" if own else " Options are those of `StrategyOptions`."
+    )
+    meanings = ["", *(f"- `{option.name}`: {option.description}" for option in own)] if own else []
+    lines = [f'"""{row.summary}', "", facts, *meanings, '"""']
+    return [f"    {line}".rstrip() for line in lines]
+
+
+def _after_a_loss(row: StrategyInfo) -> str:
+    return "The others go on without a lost worker." if row.survives_loss else "A lost worker ends it."
+
+
+def _own_options(row: StrategyInfo) -> list[OptionInfo]:
+    """Those that not all strategies have, or that have another default here."""
+    common = {option.name: option for option in describe_options(StrategyOptions)}
+    return [option for option in describe_options(row.options) if option != common.get(option.name)]
 
 
 def _type_source(hint: object) -> str:
@@ -110,8 +133,7 @@ def options_page() -> str:
 
 
 def _strategy_part(row: StrategyInfo) -> str:
-    common = {option.name: option for option in describe_options(StrategyOptions)}
-    own = [option for option in describe_options(row.options) if option != common.get(option.name)]
+    own = _own_options(row)
     name = row.location.partition(":")[2]
     public = "shoal" if name in shoal.__all__ else "shoal.strategies"
     facts = [f"Class `{public}.{name}`."]
@@ -123,7 +145,7 @@ def _strategy_part(row: StrategyInfo) -> str:
     needs += ["equally many workers on every machine"] * row.needs_machines
     needs += [row.needs_package] * bool(row.needs_package)
     facts += [f"Needs {' and '.join(needs)}."] * bool(needs)
-    facts.append("The others go on without a lost worker." if row.survives_loss else "A lost worker ends it.")
+    facts.append(_after_a_loss(row))
     table = [_options_table(own)] if own else []
     return "\n".join([f"## `{row.name}`", row.summary, " ".join(facts), "", *table])
 

@@ -78,6 +78,12 @@ from shoal.strategies.window import PushSum as _PushSum
 from shoal.strategies.window import WindowAverage as _WindowAverage
 
 class GradientAllReduce(_GradientAllReduce):
+    """Averages gradients in buckets while backward runs, so that all workers stay equal.
+
+    By name `all-reduce`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `bucket_mib`: size of the flat buckets of gradients
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -97,6 +103,15 @@ class GradientAllReduce(_GradientAllReduce):
     ) -> None: ...
 
 class TorchDDP(_TorchDDP):
+    """Runs torch's own DistributedDataParallel, to compare with.
+
+    By name `ddp`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `bucket_mib`: size of the buckets of gradients: torch's bucket_cap_mb
+    - `find_unused_parameters`: look for parameters that a backward pass does not use, as in torch
+    - `gradient_as_bucket_view`: let gradients be views of the buckets, as in torch
+    - `is_uneven`: workers may have different numbers of batches; one small round more a step
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -119,6 +134,13 @@ class TorchDDP(_TorchDDP):
     ) -> None: ...
 
 class NeighborAverage(_NeighborAverage):
+    """Averages parameters with those of neighbours, after the step or during backward.
+
+    By name `neighbor`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph
+    - `order`: exchange after the step, or begun after forward and finished before the step
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -139,6 +161,13 @@ class NeighborAverage(_NeighborAverage):
     ) -> None: ...
 
 class HierarchicalAverage(_HierarchicalAverage):
+    """Averages the mean of each machine with the means of neighbour machines.
+
+    By name `hierarchical`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `topology`: which machines are neighbours: ring, …; in code also a function, matrix or graph
+    - `order`: exchange after the step, or begun after forward and finished before the step
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -159,6 +188,12 @@ class HierarchicalAverage(_HierarchicalAverage):
     ) -> None: ...
 
 class PairAverage(_PairAverage):
+    """Averages with the newest model of a random worker, then steps; nobody waits.
+
+    By name `pair`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `seed`: seed of the choice of peers; the rank is added
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -178,6 +213,12 @@ class PairAverage(_PairAverage):
     ) -> None: ...
 
 class SynchronousModelAverage(_SynchronousModelAverage):
+    """Moves parameters toward the mean of all by `alpha`, then steps.
+
+    By name `sma`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `alpha`: how far parameters move toward the group's mean in a round
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -197,6 +238,14 @@ class SynchronousModelAverage(_SynchronousModelAverage):
     ) -> None: ...
 
 class LocalSGD(_LocalSGD):
+    """Steps alone, and every few steps takes the mean of all parameters.
+
+    By name `local-sgd`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `average_momentum`: average the optimizer's state too: momentum, and the moments of Adam
+    - `codec`: codec of what is sent: fp16, bf16, int8, top-k:0.01; none: parameters as they are
+    - `local_steps`: steps from one average to the next
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -217,6 +266,19 @@ class LocalSGD(_LocalSGD):
     ) -> None: ...
 
 class DiLoCo(_DiLoCo):
+    """Steps alone for long, then does an outer step with the mean of all changes.
+
+    By name `diloco`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `outer_lr`: learning rate of the outer step
+    - `outer_momentum`: Nesterov momentum of the outer step
+    - `fragments`: parts of the model that are sent one after another, evenly spread
+    - `overlap_steps`: steps that a fragment may be under way; its outer step comes after them
+    - `mixing`: weight of this worker's own parameters after an outer step
+    - `codec`: codec of what is sent: none, fp16, bf16, int8, top-k:0.01, …
+    - `error_feedback`: add what a codec could not send to what is sent next; one copy more
+    - `local_steps`: steps from one outer step to the next
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -242,6 +304,16 @@ class DiLoCo(_DiLoCo):
     ) -> None: ...
 
 class NoLoCo(_NoLoCo):
+    """Steps alone for long, then does an outer step with one random worker, never with all.
+
+    By name `noloco`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `outer_lr`: learning rate of the outer step
+    - `outer_momentum`: momentum of the outer step
+    - `pull`: how far partners' slow weights move toward each other; the paper's gamma
+    - `seed`: seed of the choice of pairs; the same on all workers
+    - `local_steps`: steps from one outer step to the next
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -264,6 +336,15 @@ class NoLoCo(_NoLoCo):
     ) -> None: ...
 
 class SparseLoCo(_SparseLoCo):
+    """Steps alone for long, then does an outer step with the largest changes, in two bits each.
+
+    By name `sparse-loco`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `outer_lr`: learning rate of the outer step
+    - `density`: share of the values that are sent; 0.01 to 0.03 is usual
+    - `error_decay`: share of what was not sent that is kept for the next outer step
+    - `local_steps`: steps from one outer step to the next
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -285,6 +366,13 @@ class SparseLoCo(_SparseLoCo):
     ) -> None: ...
 
 class PushSum(_PushSum):
+    """Pushes shares of parameters and weight to a neighbour, adds what came; nobody waits.
+
+    By name `push-sum`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: who sends to whom; it may be directed and irregular, as its weights don't count
+    - `min_weight`: a worker whose push-sum weight is below this keeps what it has
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -305,6 +393,14 @@ class PushSum(_PushSum):
     ) -> None: ...
 
 class WindowAverage(_WindowAverage):
+    """Puts parameters into neighbours' windows, and averages with its own; nobody waits.
+
+    By name `window`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph
+    - `force_barrier`: all wait for all before parameters are put, and before they are mixed
+    - `codec`: codec of the parameters that are put
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -326,6 +422,19 @@ class WindowAverage(_WindowAverage):
     ) -> None: ...
 
 class ParameterServer(_ParameterServer):
+    """Sends gradients to servers, which hold the model and step, and pulls parameters.
+
+    By name `parameter-server`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `mode`: apply each gradient at once, let no worker lead by too much, or average all of them
+    - `staleness`: bounded: rounds by which a worker may lead the slowest; 0: all wait for all
+    - `num_aggregate`: sync: gradients that make one update, later ones are dropped; none: all of them
+    - `drop_stale`: drop gradients that are more updates behind than this; none: drop nothing
+    - `staleness_lr`: divide the learning rate by the updates that a gradient is behind
+    - `delay_compensation`: lambda of g + lambda g*g*(w_now - w_then); 0: no compensation
+    - `pull_every`: pushes from one pull to the next; between them the worker steps alone
+    - `compression`: codec of what is pushed (fp16, bf16, int8, top-k:0.01), with error feedback
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -352,6 +461,12 @@ class ParameterServer(_ParameterServer):
     ) -> None: ...
 
 class HorovodAllReduce(_HorovodAllReduce):
+    """Averages gradients by Horovod itself, to compare with.
+
+    By name `horovod`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `compression`: compression that Horovod applies to gradients
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -371,6 +486,12 @@ class HorovodAllReduce(_HorovodAllReduce):
     ) -> None: ...
 
 class GradientTracking(_GradientTracking):
+    """Steps along an estimate of the mean gradient, which neighbours average too.
+
+    By name `gradient-tracking`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `topology`: who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -390,6 +511,12 @@ class GradientTracking(_GradientTracking):
     ) -> None: ...
 
 class ExactDiffusion(_ExactDiffusion):
+    """Averages with neighbours, with a correction that removes the bias of unequal data.
+
+    By name `exact-diffusion`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `topology`: a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -409,6 +536,12 @@ class ExactDiffusion(_ExactDiffusion):
     ) -> None: ...
 
 class Extra(_Extra):
+    """Corrects as exact diffusion does, and exchanges during backward.
+
+    By name `extra`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `topology`: a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -428,6 +561,13 @@ class Extra(_Extra):
     ) -> None: ...
 
 class D2(_D2):
+    """Corrects as exact diffusion does, and mixes faster.
+
+    By name `d2`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `topology`: a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …
+    - `laziness`: share l in l·I + (1 − l)·W, which mixes in place of W; none: the least that fits
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -448,6 +588,12 @@ class D2(_D2):
     ) -> None: ...
 
 class NeighborMomentum(_NeighborMomentum):
+    """Averages parameters and the optimizer's momentum with neighbours.
+
+    By name `momentum`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -467,6 +613,14 @@ class NeighborMomentum(_NeighborMomentum):
     ) -> None: ...
 
 class ChocoSGD(_ChocoSGD):
+    """Sends compressed differences, and moves toward the public copies of its neighbours.
+
+    By name `choco`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …
+    - `codec`: codec of what is sent: top-k:0.1, int8, fp16, low-rank:4, none, …
+    - `gamma`: how far to move toward the neighbours' public copies; none: the share of bytes sent
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -488,6 +642,12 @@ class ChocoSGD(_ChocoSGD):
     ) -> None: ...
 
 class StochasticGradientPush(_StochasticGradientPush):
+    """Sends shares of parameters and weight over directed graphs, and waits for them.
+
+    By name `sgp`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `topology`: who sends to whom; it may be directed and irregular, as its weights don't count
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -507,6 +667,12 @@ class StochasticGradientPush(_StochasticGradientPush):
     ) -> None: ...
 
 class RelaySGD(_RelaySGD):
+    """Passes sums of models along a tree, so that each worker gets the mean of all, late.
+
+    By name `relay`. A lost worker ends it. Options beside those of `StrategyOptions`:
+
+    - `tree`: tree of the workers, in which each waits for 3 others at most, or in a chain for 2
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -526,6 +692,19 @@ class RelaySGD(_RelaySGD):
     ) -> None: ...
 
 class StalenessAwareSGD(_StalenessAwareSGD):
+    """Corrects late gradients on parameter servers.
+
+    By name `staleness-aware`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `mode`: apply each gradient at once, let no worker lead by too much, or average all of them
+    - `staleness`: bounded: rounds by which a worker may lead the slowest; 0: all wait for all
+    - `num_aggregate`: sync: gradients that make one update, later ones are dropped; none: all of them
+    - `drop_stale`: drop gradients that are more updates behind than this; none: drop nothing
+    - `staleness_lr`: divide the learning rate by the updates that a gradient is behind
+    - `delay_compensation`: lambda of g + lambda g*g*(w_now - w_then); 0: no compensation
+    - `pull_every`: pushes from one pull to the next; between them the worker steps alone
+    - `compression`: codec of what is pushed (fp16, bf16, int8, top-k:0.01), with error feedback
+    """
     def __init__(
         self,
         group: Group | None = None,
@@ -552,6 +731,30 @@ class StalenessAwareSGD(_StalenessAwareSGD):
     ) -> None: ...
 
 class SwarmTraining(_SwarmTraining):
+    """Trains one model with whoever is there: peers join a run, leave it and fail at any moment.
+
+    By name `swarm`. The others go on without a lost worker. Options beside those of `StrategyOptions`:
+
+    - `run`: name of the run; whoever joins under it trains one model
+    - `join`: HOST:PORT of peers of the swarm, with commas; where connect() is not used
+    - `listen`: HOST:PORT that others call this peer at; default: any free port
+    - `secret_file`: file of the swarm's secret, as `shoal keys secret` writes it
+    - `target_samples`: samples of all members that make one step of the optimizer; 0: local steps
+    - `outer_lr`: learning rate of the outer step of DiLoCo rounds
+    - `outer_momentum`: Nesterov momentum of the outer step of DiLoCo rounds
+    - `min_peers`: no round begins with fewer members
+    - `patience`: every time-out is this many times as long
+    - `max_wait`: seconds that a step waits for a round, before it goes on alone
+    - `codec`: codec of what is sent: none, fp16, int8, int4, top-k:0.01, …; with error feedback
+    - `robust`: averages that a few liars cannot move far, and audits of those who average
+    - `overlap`: DiLoCo rounds: wait for each, train on while it is averaged, or average one fragment after another beside it
+    - `fragments`: streaming: parts of the model; each is averaged once in local_steps
+    - `bandwidth`: Mbit/s of this peer's line, the slower direction, until rounds have measured it
+    - `upload_limit`: Mbit/s that this peer sends at most for the run; 0: no limit
+    - `download_limit`: Mbit/s that others send to this peer at most for the run; 0: no limit
+    - `minority_after`: seconds without more than half of the members before going on as a fork
+    - `local_steps`: DiLoCo rounds: steps of a member from one round to the next
+    """
     def __init__(
         self,
         swarm: Swarm | Group | None = None,
