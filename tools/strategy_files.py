@@ -102,10 +102,10 @@ def _class_source(row: StrategyInfo) -> str:
 def _docstring(row: StrategyInfo) -> list[str]:
     """What the strategy does, and what its own options mean."""
     own = _own_options(row)
-    facts = f"By name `{row.name}`. {_after_a_loss(row)}"
-    facts += (
-        " Options beside those of `StrategyOptions`:" if own else " Options are those of `StrategyOptions`."
+    others = (
+        "Options beside those of `StrategyOptions`:" if own else "Options are those of `StrategyOptions`."
     )
+    facts = f"By name `{row.name}`. {_after_a_loss(row)} {others}"
     meanings = ["", *(f"- `{option.name}`: {option.description}" for option in own)] if own else []
     lines = [f'"""{row.summary}', "", facts, *meanings, '"""']
     return [f"    {line}".rstrip() for line in lines]
