@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.core.errors import ReportError, UsageError, did_you_mean
 from shoal.report.curves import WORKERS, Histogram, Line, averaged, axes_of
+from shoal.report.diff import TONES, RowDiff
 from shoal.report.schema import Curve, Report, Row, Scalar
 from shoal.report.statistics import (
     PERCENTILES,
@@ -29,7 +30,7 @@ from shoal.report.statistics import (
 )
 from shoal.report.storage import load
 from shoal.report.units import Scale, counted, scale_for
-from shoal.report.views import Group, group_of, shared_key, short_label
+from shoal.report.views import Group, group_of, shared_key, short_label, verdict_text
 from shoal.report.words import benchmark_words, key_words, metric_words, scale_of, sentence_case
 
 Figure = dict[str, Any]
@@ -599,43 +600,39 @@ def _stacked(kind: str, labels: Sequence[str], num_marks: int, x: dict[str, Any]
     ) | {"margin": {"l": 6, "r": 14, "t": 14, "b": 36}}
 
 
-def changes_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
+def changes_figure(labels: Sequence[str], rows: Sequence[RowDiff]) -> Figure:
     """The change of every row of a comparison with its interval, in percent; left of zero is worse."""
     traces: list[dict[str, Any]] = []
     reach = 2.0
-    for place, point in enumerate(points):
-        if point["change"] is None:
+    for place, (label, row) in enumerate(zip(labels, rows, strict=True)):
+        found = row.judgement
+        change, low, high = found.change_percent, found.low_percent, found.high_percent
+        if change is None:
             continue
-        colour, at = PALETTE[point["tone"]], place + 0.5
-        is_judged = point["low"] is not None
-        if is_judged:
-            ends = [point["low"], point["high"]]
-            line = {"color": colour, "width": 2.5}
+        colour, at = PALETTE[TONES[row.verdict]], place + 0.5
+        inside = PALETTE["paper"]
+        if low is not None and high is not None:
+            inside, line = colour, {"color": colour, "width": 2.5}
             traces.append(
                 {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": short(ends),
-                    "y": [at, at],
-                    "line": line,
-                    "hoverinfo": "skip",
+                    "type": "scatter", "mode": "lines", "x": short([low, high]), "y": [at, at],
+                    "line": line, "hoverinfo": "skip",
                 }
-            )
-        inside = colour if is_judged else PALETTE["paper"]
+            )  # fmt: skip
         marker = {"size": 9, "color": inside, "line": {"color": colour, "width": 2}}
-        hover = f"<b>{_safe(point['label'])}</b><br>{_safe(point['text'])}<extra></extra>"
+        hover = f"<b>{_safe(label)}</b><br>{_safe(verdict_text(row))}<extra></extra>"
         traces.append(
             {
-                "type": "scatter", "mode": "markers", "x": short([point["change"]]), "y": [at],
-                "marker": marker, "hovertemplate": hover, "meta": {"verdict": point["verdict"]},
+                "type": "scatter", "mode": "markers", "x": short([change]), "y": [at], "marker": marker,
+                "hovertemplate": hover, "meta": {"verdict": row.verdict.value},
             }
         )  # fmt: skip
-        reach = max([reach, *(abs(point[side] or 0.0) for side in ("low", "high", "change"))])
+        reach = max(reach, abs(change), abs(low or 0.0), abs(high or 0.0))
     x = {
         "title": _title("Change of the median; left of zero is worse"), "ticksuffix": "%",
         "range": [-1.08 * reach, 1.08 * reach], "zeroline": True, "zerolinewidth": 1.5,
     }  # fmt: skip
-    return {"data": traces, "layout": _stacked("changes", [point["label"] for point in points], 1, x)}
+    return {"data": traces, "layout": _stacked("changes", labels, 1, x)}
 
 
 # --- bars beside each other, samples, counts, who waited ---

@@ -24,7 +24,7 @@ from shoal.report.curves import (
     histogram_of,
     is_histogram,
 )
-from shoal.report.diff import TONES, Diff
+from shoal.report.diff import Diff
 from shoal.report.figures import (
     NUM_COLOURS,
     PALETTE,
@@ -42,7 +42,7 @@ from shoal.report.figures import (
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, text
 from shoal.report.statistics import PERCENTILES, is_known, mean_of, percentile, start_medians
 from shoal.report.units import counted
-from shoal.report.views import Group, group_of, shared_key, verdict_text
+from shoal.report.views import Group, group_of, shared_key
 from shoal.report.words import ABSENT, figure_scale, key_label, metric_words, sentence_case
 
 # --- places and sets ---
@@ -380,24 +380,11 @@ def forest_plot(diff: Diff, figures: PageFigures) -> str:
     """The change of every row with its interval."""
     shared = shared_key(row.baseline for row in diff.rows)
     has_metrics = len({row.baseline.metric: True for row in diff.rows}) > 1
-    points = []
+    labels = []
     for row in diff.rows:
         label, words = row_label(row.baseline, shared), metric_words(row.baseline.metric)
-        if has_metrics and label != words:
-            label += f" · {words}"
-        judgement = row.judgement
-        points.append(
-            {
-                "label": label,
-                "change": judgement.change_percent,
-                "low": judgement.low_percent,
-                "high": judgement.high_percent,
-                "verdict": row.verdict.value,
-                "tone": TONES[row.verdict],
-                "text": verdict_text(row),
-            }
-        )
-    return figures.place(changes_figure(points))
+        labels.append(dotted(label, words) if has_metrics and label != words else label)
+    return figures.place(changes_figure(labels, diff.rows))
 
 
 # --- lines: along an axis, over the number of workers ---
