@@ -12,6 +12,7 @@ from shoal.simulate.world import Compute, World
 from shoal.transport import FaultScript, Profile
 from shoal.transport.network.distributions import Exponential
 
+pytestmark = pytest.mark.timeout(300)  # each second of processor time is many on a busy machine
 GRADIENTS = {"target_samples": 64}
 LOCAL = {"local_steps": 8}
 CHURN = """
@@ -54,7 +55,7 @@ def plain(record):
 def test_members_learn_and_each_seed_replays_to_the_bit(options):
     shaky = world(compute=Compute(step_ms=Exponential(10.0), factors={1: 2.0}))
     first, again = (run_job(job(options), shaky) for _ in range(2))
-    assert plain(first) == plain(again) != plain(run_job(job(options, seed=1), shaky))
+    assert plain(first) == plain(again)
     assert first.error == ""
     assert first.ended == {}
     assert first.moments[-1].value > first.moments[0].value + 0.3
@@ -75,6 +76,32 @@ def test_members_are_killed_join_and_leave_and_it_replays_to_the_bit():
     assert first.moments[-1].consensus_distance < 0.2
 
 
+def test_who_is_cut_off_or_held_up_for_seconds_comes_back():
+    script = """
+    [[fault]]
+    kind = "partition"
+    peers = ["rank:3"]
+    at_s = 1.0
+    for_s = 4.0
+
+    [[fault]]
+    kind = "pause"
+    peer = "rank:2"
+    at_s = 8.0
+    for_s = 2.0
+
+    [[fault]]
+    kind = "drop"
+    probability = 0.02
+    at_s = 8.0
+    """
+    record = run_job(job(steps=150, eval_every=50), world(script, compute=Compute(step_ms=100.0)))
+    assert record.error == ""
+    assert record.ended == {}
+    assert record.moments[-1].value > 0.8
+    assert record.moments[-1].at_s < 60
+
+
 def test_a_swarm_of_one_is_plain_training():
     alone = run_job(job({"target_samples": 16}, num_workers=1), world(num_workers=1))
     plain_job = msgspec.structs.replace(job(num_workers=1), strategy="all-reduce", options={})
@@ -84,10 +111,16 @@ def test_a_swarm_of_one_is_plain_training():
     )
 
 
+def test_another_seed_goes_otherwise():
+    first, other = (run_job(job(LOCAL, seed=seed, steps=20), world()) for seed in (0, 1))
+    assert plain(first) != plain(other)
+
+
 def test_slow_links_and_slow_workers_cost_time():
-    quick = run_job(job(), world())
-    far = run_job(job(), world(profile=Profile.parse("[ways.default]\ndelay_ms = 40")))
-    slow = run_job(job(), world('[[fault]]\nkind = "slow"\nat_s = 0.0\nfactor = 5\npeers = ["rank:2"]\n'))
+    few = job(steps=20)
+    quick = run_job(few, world())
+    far = run_job(few, world(profile=Profile.parse("[ways.default]\ndelay_ms = 40")))
+    slow = run_job(few, world('[[fault]]\nkind = "slow"\nat_s = 0.0\nfactor = 5\npeers = ["rank:2"]\n'))
     assert far.moments[-1].at_s > 2 * quick.moments[-1].at_s
     assert slow.moments[-1].at_s > 2 * quick.moments[-1].at_s
 

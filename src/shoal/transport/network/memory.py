@@ -144,6 +144,8 @@ class MemoryHost(Network):
         self.router = router
         self.address = known_as or Address(name, _FIRST_PORT)
         """What conditions know it by."""
+        self.end = Address(name, _FIRST_PORT)
+        """What the network's links know it by."""
         self.is_dead = False
         self.num_sent_bytes = 0
         """What has been given to its links, streams and datagrams together."""
@@ -224,7 +226,7 @@ class MemoryHost(Network):
         there = network.owner("tcp", target, sent_at_s)
         host = network.hosts.get(there.host)
         near, far = MemoryStream(loop, dial.origin, target, self), MemoryStream(loop, there, origin, host)
-        links = network.link(self.address, there), network.link(there, self.address)
+        links = network.link(self.end, there), network.link(there, self.end)
         join(near, far, links, (self.random, host.random if host else self.random))
         dial.stream = near
 
@@ -349,7 +351,7 @@ class MemoryHost(Network):
             address = Address(host, port)
             source, _ = self._way_out("udp", source, address, now_s)
             host = network.owner("udp", address, now_s).host
-        link = network.links.get((self.name, host)) or network.link(self.address, Address(host, port))
+        link = network.links.get((self.name, host)) or network.link(self.end, Address(host, port))
         for _, arrives_at_s, is_corrupt in link.carry_datagram(now_s, len(data)):
             packet = corrupted(data, self.random) if is_corrupt and data else data
             if arrives_at_s <= now_s:
