@@ -75,7 +75,7 @@ class Learner:
 
     @vector.setter
     def vector(self, values):
-        vector_to_parameters(values, self.model.parameters())
+        vector_to_parameters(values.clone(), self.model.parameters())  # it makes them views of what it gets
 
 
 def loss_of(model, sequences):
