@@ -6,9 +6,7 @@ and their rounds charged with what all-reduce of so many bytes takes on the same
 this prints (`pytest -s`) stand in docs/swarm.md.
 """
 
-import asyncio
 import contextlib
-import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,11 +17,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from shoal.data.text_set import NUM_CHARACTERS, next_characters
 from shoal.models.gpt import Gpt, GptShape
 from shoal.simulate.exact import run_exact
+from shoal.simulate.swarm import run_swarm
+from shoal.simulate.world import Compute
 from shoal.simulate.world import World as SimulatedWorld
+from shoal.strategies.swarm import SwarmTraining
 from shoal.swarm import CommittedSGD
-from shoal.tensors import codec_from_name
-from shoal.transport import Conditions, Profile
-from swarm.swarms import World, virtual
+from shoal.transport import Profile
 
 NUM_PEERS = 16
 STEP_S = 0.25
@@ -168,92 +167,48 @@ def waiting(losses, profile, num_elements, steps_per_round):
 # --- the swarm ---
 
 
-class SlowWorld(World):
-    """Members that begin with one state, as if they had joined before."""
+def swarm(profile, text, judge, overlap, codec):
+    """Trains by the strategy itself; its losses are those of the committed parameters."""
+    course = Course()
 
-    def __init__(self, profile, initial, codec, num_fragments):
-        super().__init__(
-            Conditions(Profile.load(profile), seed=1),
-            num_elements=initial.numel(),
-            target_samples=0,
-            num_fragments=num_fragments,
-            bytes_per_element={"int8": 1.0, "int4": 0.53}.get(codec, 4.0),
-            minority_after_s=120.0,
+    def work(worker):
+        learner = Learner(text, worker.rank)
+        strategy = SwarmTraining(
+            worker.peer.swarm,
+            run="text",
+            local_steps=LOCAL_STEPS,
+            overlap=overlap,
+            fragments=NUM_FRAGMENTS,
+            codec=codec,
         )
-        self.codec = None if codec == "none" else codec_from_name(codec)
-        self.optimizer = OUTER
-        self.initial = initial
+        with worker.charged(learner.model), strategy.attach(learner.model, learner.optimizer, stays=True):
+            worker.peer.begin()
+            began_s, sent = worker.clock.now_s(), worker.peer.num_sent_bytes()
+            while learner.num_steps < NUM_STEPS:
+                learner.step()
+                if worker.rank == 0 and learner.num_steps % EVAL_EVERY == 0:
+                    # the run's own, which a strategy keeps to itself between rounds
+                    loss = judge(strategy._opened.parameters())
+                    now_sent = worker.peer.num_sent_bytes() - sent
+                    course.points.append((worker.clock.now_s() - began_s, now_sent, loss))
+                    tell_point(f"{profile}, {overlap}, {codec}", learner.num_steps, course)
+            return NUM_STEPS * STEP_S * slowness(worker.rank) / (worker.clock.now_s() - began_s)
 
-    def _record(self, run):
-        run.state.parameters.copy_(self.initial)
-        if len(self.runs) > 1:
-            run.state.restore(self.runs[0].state.snapshot())
-
-
-async def live(run, learner, overlap, tally):
-    """A peer's loop, by the rules of `SwarmTraining` with local steps."""
-    choice = random.Random(run.choice.random())
-    num_fragments = run.settings.num_fragments
-
-    def committed():
-        progress = run.ledger.progress()
-        return run.state.parameters.clone() if progress is None else run.state.parameters - progress
-
-    def adopt(*, is_exact):
-        nonlocal reference, version, has_offered
-        version, new = run.state.num_steps, committed()
-        learner.vector = new if is_exact else learner.vector + (new - reference)
-        reference, has_offered = new, False
-
-    version, reference, has_offered, num_local = run.state.num_steps, committed(), False, 0
-    learner.vector = reference
-    while learner.num_steps < NUM_STEPS:
-        step_s = STEP_S * choice.uniform(0.9, 1.1)
-        await asyncio.sleep(step_s)
-        tally["computing_s"] += step_s
-        learner.step()
-        num_local += 1
-        if run.state.num_steps != version:
-            adopt(is_exact=False)
-        if num_local * num_fragments >= LOCAL_STEPS or run.context.is_asked:
-            must_wait = overlap == "none" or has_offered
-            if not has_offered:
-                current = learner.vector
-                run.add(reference - current, num_local * BATCH)
-                run.set_ready()
-                reference, num_local, has_offered = current, 0, True
-            if must_wait:
-                while run.state.num_steps == version:
-                    if run.is_member and not run.context.is_ready:
-                        run.set_ready()
-                    await run.next_commit()
-            if run.state.num_steps != version:
-                adopt(is_exact=not num_local)
-    tally["num_done"] += 1
-
-
-async def swarm(profile, text, judge, overlap, codec):
-    learners = [Learner(text, seed) for seed in range(NUM_PEERS)]
-    num_fragments = NUM_FRAGMENTS if overlap == "streaming" else 1
-    loop, course = asyncio.get_running_loop(), Course()
-    async with SlowWorld(profile, learners[0].vector, codec, num_fragments) as world:
-        await world.start_all(NUM_PEERS, 600)
-        tally = {"computing_s": 0.0, "num_done": 0}
-        began_s, sent = loop.time(), sum(run.num_sent_bytes for run in world.runs.values())
-        for number, run in world.runs.items():
-            world.scope.start_soon(live(run, learners[number], overlap, tally), name="training")
-        first, num_judged = learners[0], 0
-        while not tally["num_done"]:
-            await asyncio.sleep(STEP_S)
-            if first.num_steps // EVAL_EVERY > num_judged:
-                num_judged = first.num_steps // EVAL_EVERY
-                now_sent = sum(run.num_sent_bytes for run in world.runs.values())
-                loss = judge(world.runs[0].state.parameters)
-                course.points.append((loop.time() - began_s, (now_sent - sent) / NUM_PEERS, loss))
-        course.computing = tally["computing_s"] / NUM_PEERS / (loop.time() - began_s)
-        world.scope.cancel()
-        world.check()
+    world = SimulatedWorld(
+        num_workers=NUM_PEERS,
+        workers_per_machine=1,
+        profile=Profile.load(profile),
+        compute=Compute(step_ms=1000 * STEP_S, factors={rank: slowness(rank) for rank in range(NUM_PEERS)}),
+    )
+    outcomes = run_swarm(world, work)
+    assert not any(outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    course.computing = sum(outcome.value for outcome in outcomes) / NUM_PEERS
     return course
+
+
+def slowness(rank):
+    """No two peers are equally fast: the last takes 15 % longer than the first."""
+    return 1 + 0.01 * rank
 
 
 @contextlib.contextmanager
@@ -264,6 +219,11 @@ def one_thread():
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+def tell_point(name, number, course):
+    seconds, sent, loss = course.points[-1]
+    print(f"{name}: {number} steps, {seconds:.1f} s, {sent / MBYTE:.2f} MB, loss {loss:.3f}", flush=True)
 
 
 def tell(profile, courses, target):
@@ -294,7 +254,7 @@ def test_streaming_takes_a_hundredth_of_the_bytes_and_computes_nine_tenths_of_it
                 f"DiLoCo, {LOCAL_STEPS} steps": waiting(local, profile, num_elements, LOCAL_STEPS),
             }
             for overlap, codec in kinds:
-                courses[f"swarm, {overlap}, {codec}"] = virtual(swarm(profile, text, judge, overlap, codec))
+                courses[f"swarm, {overlap}, {codec}"] = swarm(profile, text, judge, overlap, codec)
             streaming = courses["swarm, streaming, int4"]
             target = 1.03 * streaming.best
             tell(profile, courses, target)
