@@ -26,12 +26,14 @@ from shoal.transport import Profile
 
 NUM_PEERS = 16
 STEP_S = 0.25
-NUM_STEPS = 320
-LOCAL_STEPS = 32
+NUM_STEPS = 256
+LOCAL_STEPS = 64
 NUM_FRAGMENTS = 4
 EVAL_EVERY = 16
 BATCH, BLOCK = 2, 64
-LEARNING_RATE, NUM_WARMUP = 2e-3, 20
+LEARNING_RATE, NUM_WARMUP = 1e-3, 20
+REDUCED_RATE = 2e-3
+"""All-reduce learns from sixteen times as many sequences at once, and faster at twice the rate."""
 OUTER = CommittedSGD(0.7, 0.9)
 SHAPE = GptShape(num_layers=4, num_heads=4, width=144, vocabulary_size=NUM_CHARACTERS, max_tokens=BLOCK)
 MBYTE = 1e6
@@ -51,18 +53,18 @@ class Text:
 class Learner:
     """One peer's model, optimizer and batches."""
 
-    def __init__(self, text, seed, batch_size=BATCH):
+    def __init__(self, text, seed, batch_size=BATCH, learning_rate=LEARNING_RATE):
         torch.manual_seed(1)
         self.model = Gpt(SHAPE)
-        self.text, self.batch_size = text, batch_size
+        self.text, self.batch_size, self.learning_rate = text, batch_size, learning_rate
         self.choice = torch.Generator().manual_seed(seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, betas=(0.9, 0.99))
         self.num_steps = 0
 
     def step(self):
         rows = torch.randint(len(self.text.train), (self.batch_size,), generator=self.choice)
         self.num_steps += 1
-        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, self.num_steps / NUM_WARMUP)
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate * min(1.0, self.num_steps / NUM_WARMUP)
         loss_of(self.model, self.text.train[rows].long()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -127,7 +129,7 @@ def all_reduce_s(profile, num_elements, num_times=5):
 
 def all_reduced(text, judge):
     """Losses after so many steps: the mean gradient of all is that of their batches together."""
-    learner = Learner(text, 7, NUM_PEERS * BATCH)
+    learner = Learner(text, 7, NUM_PEERS * BATCH, REDUCED_RATE)
     losses = {}
     for number in range(1, NUM_STEPS + 1):
         learner.step()
@@ -169,9 +171,10 @@ def waiting(losses, profile, num_elements, steps_per_round):
 
 def swarm(profile, text, judge, overlap, codec):
     """Trains by the strategy itself; its losses are those of the committed parameters."""
-    course = Course()
+    course, peers = Course(), []
 
     def work(worker):
+        peers.append(worker.peer)
         learner = Learner(text, worker.rank)
         strategy = SwarmTraining(
             worker.peer.swarm,
@@ -183,14 +186,14 @@ def swarm(profile, text, judge, overlap, codec):
         )
         with worker.charged(learner.model), strategy.attach(learner.model, learner.optimizer, stays=True):
             worker.peer.begin()
-            began_s, sent = worker.clock.now_s(), worker.peer.num_sent_bytes()
+            began_s, sent = worker.clock.now_s(), sum(peer.num_sent_bytes() for peer in peers)
             while learner.num_steps < NUM_STEPS:
                 learner.step()
                 if worker.rank == 0 and learner.num_steps % EVAL_EVERY == 0:
                     # the run's own, which a strategy keeps to itself between rounds
                     loss = judge(strategy._opened.parameters())
-                    now_sent = worker.peer.num_sent_bytes() - sent
-                    course.points.append((worker.clock.now_s() - began_s, now_sent, loss))
+                    each_sent = (sum(peer.num_sent_bytes() for peer in peers) - sent) / NUM_PEERS
+                    course.points.append((worker.clock.now_s() - began_s, each_sent, loss))
                     tell_point(f"{profile}, {overlap}, {codec}", learner.num_steps, course)
             return NUM_STEPS * STEP_S * slowness(worker.rank) / (worker.clock.now_s() - began_s)
 
