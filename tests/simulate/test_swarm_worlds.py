@@ -15,6 +15,7 @@ from shoal.transport.network.distributions import Exponential
 pytestmark = pytest.mark.timeout(300)  # each second of processor time is many on a busy machine
 GRADIENTS = {"target_samples": 64}
 LOCAL = {"local_steps": 8}
+STREAMING = {"local_steps": 8, "overlap": "streaming", "codec": "int4"}
 CHURN = """
 [[fault]]
 kind = "kill"
@@ -51,7 +52,9 @@ def plain(record):
     return msgspec.json.encode(record.plain())
 
 
-@pytest.mark.parametrize("options", [GRADIENTS, LOCAL], ids=["gradients", "local steps"])
+@pytest.mark.parametrize(
+    "options", [GRADIENTS, LOCAL, STREAMING], ids=["gradients", "local steps", "streaming"]
+)
 def test_members_learn_and_each_seed_replays_to_the_bit(options):
     shaky = world(compute=Compute(step_ms=Exponential(10.0), factors={1: 2.0}))
     first, again = (run_job(job(options), shaky) for _ in range(2))
