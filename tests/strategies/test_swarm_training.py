@@ -254,11 +254,18 @@ def test_who_joins_late_has_the_runs_state_and_another_model_is_refused():
             go_on.set()
 
 
-@pytest.mark.parametrize("overlap", ["none", "delayed", "streaming"])
-def test_local_steps_average_what_members_have_learned(overlap):
+@pytest.mark.parametrize(
+    ("overlap", "options"),
+    [
+        ("none", {"codec": "int8"}),
+        ("delayed", {"codec": "int8"}),
+        ("streaming", {"codec": "int4", "upload_limit": 50.0, "download_limit": 50.0}),
+    ],
+)
+def test_local_steps_average_what_members_have_learned(overlap, options):
     """One member is slower: it brings the steps that it has made when a round begins."""
     meet = Meeting(2)
-    with Members(local_steps=8, overlap=overlap, codec="int8") as members:
+    with Members(local_steps=8, overlap=overlap, **options) as members:
 
         def quick(strategy, model, optimizer):
             train_until(strategy, model, optimizer, 3, 1, meet)
