@@ -434,7 +434,8 @@ class SwarmScenario:
                 member.rss_bytes.append(look["rss_bytes"])
             tell(f"rounds with a {kind}: {number + 1} of {num}")
         key: RowKey = {"scenario": kind}
-        yield self._row("after_fault", key, times_s)
+        if times_s:  # none where all rounds hung
+            yield self._row("after_fault", key, times_s)
         yield self._row("hung", key, [float(num_hung)])
         yield self._row("same_bits", key, [num_equal / num])
         growth = [
