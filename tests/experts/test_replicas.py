@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 
+import msgspec
 import pytest
 import torch
 
 from dht.living_swarm import LivingSwarm
-from dht.memory_swarm import in_swarm
+from dht.memory_swarm import MemorySwarm, in_swarm
 from experts.fake_server import FakeServer, small_expert, train, values
 from shoal.core import (
     Address,
@@ -15,6 +18,7 @@ from shoal.core import (
     LoopThread,
     Peer,
     PeerBusy,
+    PeerLost,
     PeerRefused,
     Scope,
     UsageError,
@@ -23,11 +27,22 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.dht.node import DHT
 from shoal.experts.names import declare_experts
-from shoal.experts.server.replicas import AVERAGE, STATE, Piece, ReplicaRequest, Replicas, StateHead
+from shoal.experts.server.replicas import AVERAGE, STATE, Piece, ReplicaRequest, Replicas
 from shoal.experts.server.server import ExpertServer
 from shoal.tensors import TensorSpec, pack
+from shoal.tensors.transfer import HeldState, StateDonor, StateIndex, StateTaker
 from shoal.transport import Endpoint, Head, Membership, Reply, SwarmSecret
+from shoal.transport.network.conditions import Conditions
+from shoal.transport.network.profiles import Profile
 
+SLOW_LINE = """
+name = "lines"
+[places.home]
+up_mbit_s = 2
+down_mbit_s = 2
+[ways.default]
+delay_ms = 50
+"""
 UID = "ffn.1.2"
 NEVER_S = 1e6
 
@@ -112,6 +127,42 @@ def test_a_newcomer_becomes_a_copy_and_then_learns_with_the_others():
             assert torch.equal(values(new), values(old))  # the optimizer was copied too
 
     in_swarm(2, work)
+
+
+def test_a_large_expert_is_met_over_a_slow_line_beside_small_ones():
+    """How long the small ones take says nothing of it."""
+
+    async def main():
+        async with MemorySwarm(Conditions(Profile.parse(SLOW_LINE), seed=1)) as swarm:
+            peers = await swarm.add_many(2)
+            made = []
+            for number, dht in enumerate(peers):
+                experts = [small_expert(f"ffn.{uid}", seed=number, num_updates=1) for uid in range(6)]
+                made.append(Replicas(FakeServer(*experts), dht, NEVER_S))
+                await declare_experts(dht, [expert.uid for expert in experts] + [UID], dht.in_s(36000))
+            async with Scope() as scope:
+                for one in made:
+                    scope.start(one.run())
+                await asyncio.sleep(10)
+                assert await made[1].sync() == 6
+                old, new = (small_expert(num_updates=1 - n, num_features=1200) for n in range(2))
+                num_bytes = 4 * values(old).numel()
+                for replicas, expert in zip(made, (old, new), strict=True):
+                    await replicas._server.add(expert)
+                began_s = asyncio.get_running_loop().time()
+                assert await made[1].sync([UID]) == 1
+                assert torch.equal(values(new), values(old))
+                train(new, 1)
+                copied_s = asyncio.get_running_loop().time()
+                assert await made[0].sync([UID]) == 1
+                assert torch.equal(values(new), values(old))
+                averaged_s = asyncio.get_running_loop().time() - copied_s
+                line_s = num_bytes / 0.25e6
+                assert copied_s - began_s < 3.5 * line_s  # the weights, and two moments of Adam
+                assert line_s < averaged_s < 1.9 * line_s  # both ways at once, for most of it
+                scope.cancel()
+
+    run_virtual(main())
 
 
 def test_of_newcomers_one_is_copied_by_all():
@@ -291,13 +342,15 @@ def test_a_newcomer_is_not_averaged_with():
 # --- liars ---
 
 
-def against(serve, method, num_updates):
+def against(serve, method, num_updates, held=None):
     """What becomes of an expert whose only other replica answers with `serve`."""
 
     async def main(swarm, liar, honest):
         expert = small_expert(num_updates=num_updates)
         before = values(expert)
         liar.endpoint.routes.add_channel(method, serve, ReplicaRequest)
+        if held is not None:
+            StateDonor(liar.endpoint.streams).hold(held)
         for dht in (liar, honest):
             await declare_experts(dht, [UID], dht.in_s(3600))
         assert await Replicas(FakeServer(expert), honest, 60.0).sync() == 0
@@ -334,35 +387,94 @@ def test_a_replica_that_answers_nonsense_is_named_and_changes_nothing(caplog, li
     assert "is not to be used" in caplog.text
 
 
-STATE_LIES = {
-    "too much": lambda specs: specs | {"optimizer.0.x": TensorSpec("float32", (2**40,))},
-    "impossible": lambda specs: specs | {"optimizer.0.x": TensorSpec("float32", (-1,))},
-    "another module": lambda specs: specs | {"module.extra": TensorSpec("float32", (1,))},
-    "less": lambda specs: dict(list(specs.items())[1:]),
-    "not a number": lambda specs: specs,
-    "not whole": lambda specs: specs,
-}
+def lying_index(held, **told):
+    """The same bytes under an index that says something else."""
+    index = msgspec.structs.replace(msgspec.msgpack.decode(held.index, type=StateIndex), **told)
+    held.index = msgspec.msgpack.encode(index)
+    held.name = hashlib.sha256(held.index).hexdigest()
+    return held
 
 
-@pytest.mark.parametrize("lie", STATE_LIES)
-def test_a_state_that_is_not_to_be_used_changes_nothing(caplog, lie):
+def lying_state(lie):
+    """A state that its taker must not become."""
     state = small_expert(num_updates=2).state()
-    specs = {name: TensorSpec(str(one.dtype)[6:], tuple(one.shape)) for name, one in state.tensors.items()}
-    told = STATE_LIES[lie](specs)
-    if lie == "not a number":
-        state.tensors["module.0.weight"][0, 0] = torch.nan
+    tensors = state.tensors
+    if lie == "another module":
+        tensors["module.extra"] = torch.zeros(1)
+    elif lie == "less":
+        del tensors["module.0.bias"]
+    elif lie == "not a number":
+        tensors["module.0.weight"][0, 0] = torch.nan
+    elif lie == "no tensors":
+        tensors["optimizer.0.step"] = 1.0
+    if lie in ("nothing", "no state"):
+        return HeldState([] if lie == "nothing" else {"tensors": 1, "numbers": 2})
+    numbers = [] if lie == "no numbers" else state.numbers
+    held = HeldState({"tensors": tensors, "numbers": json.dumps(numbers)})
+    if lie in ("too much", "impossible"):
+        spec = TensorSpec("float32", (2**40 if lie == "too much" else -1,))
+        return lying_index(held, specs=[spec] * len(tensors))
+    if lie in ("no such tensor", "no JSON", "too deep"):
+        plains = {"no such tensor": b'{"$tensor": "x"}', "no JSON": b"{", "too deep": b"[" * 10**5}
+        return lying_index(held, plain=plains[lie])
+    if lie == "other bytes":
+        held.leaf = lambda number: [memoryview(b"other bytes")]
+    return held
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "too much",
+        "impossible",
+        "another module",
+        "less",
+        "not a number",
+        "no tensors",
+        "no numbers",
+        "nothing",
+        "no state",
+        "no such tensor",
+        "no JSON",
+        "too deep",
+        "other bytes",
+        "no name",
+    ],
+)
+def test_a_state_that_is_not_to_be_used_changes_nothing(caplog, lie):
+    held = lying_state(lie)
 
     async def serve(head, channel):
-        await channel.send(StateHead(is_newcomer=False, specs=told, numbers=state.numbers))
-        for name, spec in told.items():
-            if lie == "not whole" and name == "module.0.bias":
-                continue
-            tensor = state.tensors.get(name, torch.zeros(1))
-            await channel.send((Piece(name, 0, spec),), pack([tensor])[1])
+        await channel.send(["no name"] if lie == "no name" else held.name)
+        await channel.receive()
         return Reply()
 
-    short = against(serve, STATE, num_updates=0)
+    short = against(serve, STATE, num_updates=0, held=held)
     assert f"What {short}" in caplog.text
+
+
+def test_a_state_is_held_while_it_is_taken_and_no_longer():
+    async def work(asker, replicas, expert, peer):
+        streams, request = asker.endpoint.streams, ReplicaRequest(UID)
+        for ends in (True, False):
+            async with streams.open_channel(peer, STATE, request, deadline=Deadline.never()) as channel:
+                name = (await channel.receive()).payload
+                await asyncio.sleep(50)
+                taken = await StateTaker(streams, name).take([peer], Deadline.after(30))
+                assert torch.equal(
+                    taken["tensors"]["module.0.weight"], expert.state().tensors["module.0.weight"]
+                )
+                await asyncio.sleep(50)  # whoever asked has 60 s more
+                with pytest.raises(PeerBusy, match="meeting another"):
+                    await ask(asker, peer, AVERAGE, UID)
+                if ends:
+                    await channel.end()
+                await asyncio.sleep(1 if ends else 20)  # or fell silent
+                with pytest.raises(PeerLost, match="does not hold the state"):
+                    await StateTaker(streams, name).take([peer], Deadline.after(30))
+                await ask(asker, peer, AVERAGE, UID)
+
+    in_meeting(work)
 
 
 # --- on sockets ---

@@ -234,7 +234,7 @@ def joining_s(monkeypatch, num_donors, event=None, num_bytes=400_000_000, scale=
     State, lines and leaves are a tenth of that: the same course. `event` happens when half of it has come.
     """
     leaves = functools.partial(HeldState, leaf_bytes=LEAF_BYTES // scale)
-    monkeypatch.setattr("shoal.swarm.run.HeldState", leaves)
+    monkeypatch.setattr("shoal.tensors.transfer.HeldState", leaves)
 
     async def main():
         conditions = Conditions(Profile.parse(LINES.format(scale=scale, mbit_s=200 / scale)), seed=1)
@@ -290,7 +290,7 @@ def test_joiners_get_less_of_the_lines_while_values_are_averaged(monkeypatch):
     line = SLOW_LINE.replace("up_mbit_s = 1000", "up_mbit_s = 6.25").format(down=1000)
     line_bytes_per_s = 6.25e6 / 8
     leaves = functools.partial(HeldState, leaf_bytes=LEAF_BYTES // 16)
-    monkeypatch.setattr("shoal.swarm.run.HeldState", leaves)
+    monkeypatch.setattr("shoal.tensors.transfer.HeldState", leaves)
 
     def taken_bytes_per_s(**settings):
         async def main():

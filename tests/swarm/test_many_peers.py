@@ -83,7 +83,7 @@ class Crowd(World):
     async def __aenter__(self):
         # leaves of states are as many as without the scale
         leaves = functools.partial(HeldState, leaf_bytes=LEAF_BYTES // SCALE)
-        self._stack.enter_context(unittest.mock.patch("shoal.swarm.run.HeldState", leaves))
+        self._stack.enter_context(unittest.mock.patch("shoal.tensors.transfer.HeldState", leaves))
         return await super().__aenter__()
 
     def _record(self, run):

@@ -278,7 +278,7 @@ def test_more_bytes_than_allowed_are_refused_before_memory_is_taken():
         taker = await world.taker(held.name, max_bytes=LEAF_BYTES)
         with pytest.raises(PeerLost):
             await taker.take([donor], Deadline.after(60))
-        return taker.left[donor]
+        return taker.blamed[donor]
 
     assert "bytes" in in_world(program)
 

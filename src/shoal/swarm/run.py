@@ -37,7 +37,6 @@ from shoal.core import (
     Scope,
     ShoalError,
     StandingScope,
-    VirtualLoop,
     fanout,
 )
 from shoal.core.identity import Identity
@@ -90,7 +89,7 @@ from shoal.swarm.wire import (
     TakeRequest,
 )
 from shoal.tensors import Codec, Plain
-from shoal.tensors.transfer import HeldState, StateDonor
+from shoal.tensors.transfer import StateDonor, hold_state
 from shoal.transport import Head, Reply, ThrottledTransport, Transport
 from shoal.transport.limits import Complaints
 from shoal.transport.memory import BufferPool
@@ -483,15 +482,11 @@ class SwarmRun:
 
     async def _hold_pinned(self, pin: _Pin, snapshot: Any) -> None:
         """Hashes a state beside the loop, and gives it to those who ask from then on."""
-
-        def hash_it() -> HeldState:
-            return HeldState(snapshot)
-
-        loop = asyncio.get_running_loop()
-        held = hash_it() if isinstance(loop, VirtualLoop) else await asyncio.to_thread(hash_it)
+        held = await hold_state(snapshot)
         if pin in self._pins:
             self._donor.hold(held)
-            pin.name, pin.hashed_round, pin.asked_s = held.name, self.state.round, loop.time()
+            pin.name, pin.hashed_round = held.name, self.state.round
+            pin.asked_s = asyncio.get_running_loop().time()
 
     def _pin_for(self, request: JoinRunRequest) -> _Pin | None:
         """Gives the state that a joiner should take: the one that it is taking, or one that is new enough."""

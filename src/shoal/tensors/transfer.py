@@ -30,7 +30,17 @@ from typing import Any
 
 import msgspec
 
-from shoal.core import Deadline, DeadlineExceeded, Peer, PeerError, PeerLost, Scope, ShoalError
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerError,
+    PeerLost,
+    Scope,
+    ShoalError,
+    TensorError,
+    VirtualLoop,
+)
 from shoal.core.errors import LimitExceeded, ProtocolError
 from shoal.tensors.checkpoint import flatten, rebuild
 from shoal.tensors.packing import pack, unpack
@@ -127,6 +137,12 @@ class HeldState:
         return self._bytes.leaf(number)
 
 
+async def hold_state(state: Any) -> HeldState:
+    """Makes a `HeldState` beside the loop, since its bytes are hashed; in virtual time on the loop."""
+    is_virtual = isinstance(asyncio.get_running_loop(), VirtualLoop)
+    return HeldState(state) if is_virtual else await asyncio.to_thread(HeldState, state)
+
+
 class StateDonor:
     """Answers those who take states; made before its transport listens.
 
@@ -191,7 +207,7 @@ class StateTaker:
         self, transport: Transport, name: str, *, max_bytes: int = MAX_STATE_BYTES, leaf_s: float = _LEAF_S
     ) -> None:
         self.blamed: dict[Peer, str] = {}
-        """Donors that sent what is not the state, with the reason; they are not asked again."""
+        """Donors that sent what is not the state, or no state at all, with the reason; they are asked no more."""
         self.left: dict[Peer, str] = {}
         """Donors that the latest `take` has left because they are gone or late, or hold it no more."""
         self.received_bytes: dict[Peer, int] = {}
@@ -251,7 +267,11 @@ class StateTaker:
         if self._missing:
             raise self._no_donor_left(f"{len(self._missing)} of {len(index.leaves)} parts are missing")
         tensors = dict(zip(index.names, unpack(index.specs, self._memory.buffers), strict=True))
-        return rebuild(msgspec.json.decode(index.plain), tensors)
+        try:
+            return rebuild(msgspec.json.decode(index.plain), tensors)
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            self.blamed.update(dict.fromkeys(asked, "it holds a state that cannot be read"))
+            raise self._no_donor_left("it cannot be read") from error
 
     async def _take_index(self, donors: Sequence[Peer], deadline: Deadline) -> None:
         for donor in donors:
@@ -272,9 +292,12 @@ class StateTaker:
 
     def _begin(self, index: StateIndex) -> None:
         """Takes memory for the state, once all that the index claims can be true."""
-        specs = read_specs(msgspec.to_builtins(index.specs))
-        sizes = [size_bytes(spec) for spec in specs]
-        check(specs, sizes, TensorLimits(max_tensors=len(specs) + 1, max_bytes=self._max_bytes))
+        try:
+            specs = read_specs(msgspec.to_builtins(index.specs))
+            sizes = [size_bytes(spec) for spec in specs]
+            check(specs, sizes, TensorLimits(max_tensors=len(specs) + 1, max_bytes=self._max_bytes))
+        except (TensorError, LimitExceeded) as error:
+            raise _WrongBytes(f"it tells of a state that cannot be taken: {error.what}") from error
         if len(index.names) != len(specs) or index.leaf_bytes < 1:
             raise _WrongBytes("it sent an index that contradicts itself")
         if -(-sum(sizes) // index.leaf_bytes) != len(index.leaves):

@@ -13,9 +13,13 @@ averaging with it. Where all are newcomers, the one with the lowest id is the on
 
 To average, one side sends what it has; the other sets itself to the mean and answers with it; the first moves
 by as much as the mean differs from what it had sent. Updates that it made meanwhile are kept, and the mean of
-the two is what it was. `average` and `copy_state` are the caller's side, `answer_average` and `answer_state`
-the other. Parts are exchanged one by one, so that neither side holds more than one of them and the device is
-never kept for long.
+the two is what it was. `average` is the caller's side, `answer_average` the other. Parts go one by one, the
+next one while the mean of the one before is on its way, so that neither side holds more than two of them and
+the device is never kept for long. A meeting may take any time, as long as neither side falls silent: how long
+an expert takes says nothing of a larger one, or of another peer's line.
+
+To be copied, a replica holds its state as it is then, by the name that its bytes have, for as long as the
+newcomer takes it, leaf by leaf and verified: `shoal.tensors.transfer`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,7 +37,6 @@ import msgspec
 import torch
 
 from shoal.core import (
-    AdaptiveDeadline,
     Deadline,
     DeadlineExceeded,
     LimitExceeded,
@@ -50,9 +55,10 @@ from shoal.core import (
 )
 from shoal.experts.server.publishing import is_in_grid, who_serves
 from shoal.experts.state import APPLIED_IDS, ExpertState, cpu_copy
-from shoal.tensors import TensorLimits, TensorSpec, check, describe, pack, size_bytes, unpack
-from shoal.tensors.dtypes import dtype_name, dtype_named
-from shoal.transport import Channel, Head, Reply
+from shoal.tensors import TensorSpec, pack, unpack
+from shoal.tensors.dtypes import dtype_name
+from shoal.tensors.transfer import StateDonor, StateTaker, hold_state
+from shoal.transport import Channel, Head, Reply, Transport
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
@@ -69,8 +75,6 @@ _AT_ONCE = 4  # experts that meet their replicas at the same time
 _NEWCOMER_S = 2.0
 _LATER = (PeerBusy, PeerUnreachable, PeerLost, DeadlineExceeded)
 """What is nobody's fault, and not worth a word: the peer is met another time, or its record expires."""
-
-Call = Callable[["Expert", Peer, Deadline], Awaitable[bool]]
 
 
 class ReplicaRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +93,7 @@ class Replicas:
         self._dht = dht
         self._every_s = every_s
         self._random = dht.endpoint.network.random
-        self._times = AdaptiveDeadline(initial_s=60.0, floor_s=5.0)
+        self._donor: StateDonor  # while it runs
         self._peers: dict[str, dict[PeerId, list[Peer]]] = {}  # who serves an expert, this peer included
         self._newcomers: dict[str, bool] = {}
         self._met: dict[str, object] = {}  # experts that are in a meeting now
@@ -103,6 +107,8 @@ class Replicas:
         """Answer other replicas, and meet them every so many seconds, until cancelled."""
         routes = self._dht.endpoint.routes
         with contextlib.ExitStack() as closing:
+            self._donor = StateDonor(self._dht.endpoint.streams)
+            closing.callback(self._donor.close)
             for method, serve in ((AVERAGE, self._rpc_average), (STATE, self._rpc_state)):
                 routes.add_channel(method, serve, ReplicaRequest)
                 closing.callback(routes.remove, method)
@@ -163,7 +169,7 @@ class Replicas:
             other = others[(first + step) % len(others)]
             self._turns[uid] = turn + step + 1
             try:
-                await self._at(expert, other, self._call_average)
+                await self._at(expert, other, AVERAGE)
             except ShoalError as error:
                 _tell(error, uid, other)
                 if type(error) is PeerBusy:
@@ -179,7 +185,7 @@ class Replicas:
         is_oldest = True
         for other in others:
             try:
-                if await self._at(expert, other, self._call_state):
+                if await self._at(expert, other, STATE):
                     self._newcomers[uid] = False
                     self.num_copied += 1
                     return True
@@ -190,40 +196,28 @@ class Replicas:
         self._newcomers[uid] = not is_oldest
         return False
 
-    async def _at(self, expert: Expert, other: PeerId, call: Call) -> bool:
+    async def _at(self, expert: Expert, other: PeerId, method: str) -> bool:
         """Call a peer at the first of its addresses that answers."""
         *first, last = self._peers[expert.uid][other]
-        for peer in first:
-            with contextlib.suppress(PeerUnreachable):
-                return await self._timed(expert, peer, call)
-        return await self._timed(expert, last, call)
+        with self._meeting(expert.uid):
+            for peer in first:
+                with contextlib.suppress(PeerUnreachable):
+                    return await self._call(expert, peer, method)
+            return await self._call(expert, last, method)
 
-    async def _timed(self, expert: Expert, peer: Peer, call: Call) -> bool:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        try:
-            with self._meeting(expert.uid):
-                result = await call(expert, peer, self._times.next())
-        except DeadlineExceeded:
-            self._times.missed()
-            raise
-        self._times.observe(loop.time() - began_s)
-        return result
-
-    async def _call_average(self, expert: Expert, peer: Peer, deadline: Deadline) -> bool:
-        request = ReplicaRequest(expert.uid)
-        streams = self._dht.endpoint.streams
-        async with streams.open_channel(peer, AVERAGE, request, deadline=deadline) as channel:
-            await average(expert, peer, channel, self._server.on_device)
-        return True
-
-    async def _call_state(self, expert: Expert, peer: Peer, deadline: Deadline) -> bool:
-        request = ReplicaRequest(expert.uid)
-        streams = self._dht.endpoint.streams
-        async with streams.open_channel(peer, STATE, request, deadline=deadline) as channel:
-            warnings = await copy_state(expert, peer, channel, self._server.on_device)
-        if warnings is None:
-            return False
+    async def _call(self, expert: Expert, peer: Peer, method: str) -> bool:
+        """Average with a peer, or become its copy; False where it is a newcomer itself."""
+        request, streams = ReplicaRequest(expert.uid), self._dht.endpoint.streams
+        async with streams.open_channel(peer, method, request, deadline=Deadline.never()) as channel:
+            if method == AVERAGE:
+                await average(expert, peer, channel, self._server.on_device)
+                return True
+            with _blaming(expert, peer):
+                name = _convert(await _next(channel), str)
+            if not name:
+                return False
+            warnings = await copy_state(expert, peer, name, streams, self._server.on_device)
+            await channel.end()
         log.info("%s is a copy of the one at %s now. %s", expert.uid, peer, " ".join(warnings))
         return True
 
@@ -252,12 +246,30 @@ class Replicas:
     async def _rpc_state(self, head: Head, channel: Channel) -> Reply:
         expert = self._expert(head)
         if self.is_newcomer(expert):
-            await channel.send(StateHead(is_newcomer=True))
+            await channel.send("")
         else:
             with self._meeting(expert.uid):
-                await answer_state(expert, channel, self._server.on_device)
+                await self._give_state(expert, channel)
         await channel.end()
         return Reply()
+
+    async def _give_state(self, expert: Expert, channel: Channel) -> None:
+        """Hold the expert's state as it is now until the caller has it, is gone, or falls silent."""
+        state = await self._server.on_device(expert.state)
+        tensors = {name: tensor for name, tensor in state.tensors.items() if name != APPLIED_IDS}
+        numbers = json.dumps(state.numbers)
+        held = await hold_state({"uid": expert.uid, "tensors": tensors, "numbers": numbers})
+        self._donor.hold(held)
+        try:
+            await channel.send(held.name)
+            loop, began_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+            while (left_s := self._donor.asked_s.get(held.name, began_s) + ITEM_S - loop.time()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await channel.receive()
+                        break
+        finally:
+            self._donor.drop(held.name)
 
     def _expert(self, head: Head) -> Expert:
         if self._server.is_leaving:
@@ -297,29 +309,30 @@ class OnDevice(Protocol):
         """What the work returns."""
 
 
-class StateHead(msgspec.Struct, frozen=True, array_like=True):
-    """What a state consists of; its tensors follow in parts."""
-
-    is_newcomer: bool
-    """Then nothing follows."""
-    specs: dict[str, TensorSpec] = {}
-    numbers: dict[str, Any] = {}
-
-
 async def average(expert: Expert, peer: Peer, channel: Channel, on_device: OnDevice) -> None:
     """Meet the other replica half-way; PeerError that names it when it gives what is not to be used."""
     tensors = await on_device(expert.parameters_and_buffers)
-    for part in plan(tensors):
-        sent = await on_device(functools.partial(take, tensors, part))
-        await channel.send(part, pack(sent)[1])
+    under_way: deque[tuple[Part, list[torch.Tensor]]] = deque()
+
+    async def take_mean() -> None:
+        part, sent = under_way.popleft()
         item = await _next(channel)
         with _blaming(expert, peer):
             answered, means = _read(item)
             if answered != part:
                 raise TensorError("it answers with other pieces than it was sent")
             await on_device(functools.partial(_move_to_mean, expert, tensors, part, sent, means))
+
+    for part in plan(tensors):
+        sent = await on_device(functools.partial(take, tensors, part))
+        await _send(channel, part, sent)
+        under_way.append((part, sent))
+        if len(under_way) > 1:
+            await take_mean()
+    while under_way:
+        await take_mean()
     await channel.end()
-    await channel.result()
+    await _in_time(channel.result())
 
 
 async def answer_average(expert: Expert, channel: Channel, on_device: OnDevice) -> None:
@@ -328,44 +341,28 @@ async def answer_average(expert: Expert, channel: Channel, on_device: OnDevice) 
     while (item := await _next(channel)) is not None:
         part, theirs = _read(item)
         means = await on_device(functools.partial(_meet_half_way, expert, tensors, part, theirs))
-        await channel.send(part, pack(means)[1])
+        await _send(channel, part, means)
 
 
-async def copy_state(expert: Expert, peer: Peer, channel: Channel, on_device: OnDevice) -> list[str] | None:
-    """Become a copy of the other replica; warnings of what it lacks, or None when it is a newcomer itself.
+async def copy_state(
+    expert: Expert, peer: Peer, name: str, transport: Transport, on_device: OnDevice
+) -> list[str]:
+    """Become a copy of the replica that holds this state; warnings of what it lacks.
 
     Weights and what the optimizer has learned are copied; how fast it learns stays this expert's own. Nothing
     is changed before all of it is here. PeerError that names the peer when it is not to be used.
     """
-    await channel.end()
     own = await on_device(expert.parameters_and_buffers)
-    item = await _next(channel)
+    max_bytes = _STATE_TO_MODULE * sum(map(_num_bytes, own.values())) + _SLACK_BYTES
+    taker = StateTaker(transport, name, max_bytes=max_bytes, leaf_s=ITEM_S)
     with _blaming(expert, peer):
-        head = _convert(item, StateHead)
-        if head.is_newcomer:
-            return None
-        tensors = _room_for(head.specs, own)
-    num_bytes = 0
-    while (item := await _next(channel)) is not None:
-        with _blaming(expert, peer):
-            part, given = _read(item)
-            fill(tensors, part, given)
-            num_bytes += sum(map(_num_bytes, given))
-    with _blaming(expert, peer):
-        if num_bytes != sum(map(_num_bytes, tensors.values())):
-            raise TensorError("it is not whole")
-        state = ExpertState(tensors, head.numbers)
+        try:
+            state = await taker.take([peer], Deadline.never())
+        except PeerLost as error:
+            if reason := taker.blamed.get(peer):
+                raise TensorError(reason) from error
+            raise
         return await on_device(functools.partial(_load, expert, own, state))
-
-
-async def answer_state(expert: Expert, channel: Channel, on_device: OnDevice) -> None:
-    """Send the expert's state to whoever asks."""
-    state = await on_device(expert.state)
-    tensors = {name: tensor for name, tensor in state.tensors.items() if name != APPLIED_IDS}
-    specs = {name: describe(tensor) for name, tensor in tensors.items()}
-    await channel.send(StateHead(is_newcomer=False, specs=specs, numbers=state.numbers))
-    for part in plan(tensors):
-        await channel.send(part, pack(take(tensors, part))[1])
 
 
 def _move_to_mean(
@@ -387,31 +384,35 @@ def _meet_half_way(
     return means
 
 
-def _room_for(specs: dict[str, TensorSpec], own: Tensors) -> dict[str, torch.Tensor]:
-    """Memory for a state that a peer announces; LimitExceeded when this expert could not have such a one."""
-    module_bytes = sum(map(_num_bytes, own.values()))
-    limits = TensorLimits(max_bytes=_STATE_TO_MODULE * module_bytes + _SLACK_BYTES)
-    check(list(specs.values()), [size_bytes(spec) for spec in specs.values()], limits)
-    return {name: torch.empty(spec.shape, dtype=dtype_named(spec.dtype)) for name, spec in specs.items()}
-
-
-def _load(expert: Expert, own: Tensors, state: ExpertState) -> list[str]:
-    for name, mine in own.items():
-        given = state.tensors.get(f"module.{name}")
-        if given is not None and given.shape == mine.shape:  # the others are `load`'s to refuse
-            check_finite(name, given.to(mine.device), mine)
+def _load(expert: Expert, own: Tensors, taken: Any) -> list[str]:
     try:
+        state = ExpertState(
+            msgspec.convert(taken["tensors"], dict[str, torch.Tensor]),
+            msgspec.convert(json.loads(taken["numbers"]), dict[str, Any]),
+        )
+        for name, mine in own.items():
+            given = state.tensors.get(f"module.{name}")
+            if given is not None and given.shape == mine.shape:  # the others are `load`'s to refuse
+                check_finite(name, given.to(mine.device), mine)
         return expert.load(state, keeps_settings=True)
     except UsageError as error:
         raise TensorError(error.what, cause=error.cause) from error
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise TensorError(f"it cannot be loaded: {error}") from error
 
 
+async def _send(channel: Channel, part: Part, tensors: Sequence[torch.Tensor]) -> None:
+    await _in_time(channel.send(part, pack(tensors)[1]))
+
+
 async def _next(channel: Channel) -> Reply | None:
+    return await _in_time(channel.receive())
+
+
+async def _in_time(work: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout(ITEM_S):
-            return await channel.receive()
+            return await work
     except TimeoutError:
         raise DeadlineExceeded("the other replica fell silent.") from None
 
@@ -449,8 +450,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-PART_BYTES = 16 << 20
-"""What is sent at once: much less than a message may have, so that the device is soon free again."""
+PART_BYTES = 4 << 20
+"""What is sent at once: little enough for a slow line, and the device is soon free again."""
 _NUM_IN_A_PART = 4096
 
 Tensors = Mapping[str, torch.Tensor]
@@ -520,14 +521,6 @@ def move(tensors: Tensors, part: Part, sent: Sequence[torch.Tensor], means: Sequ
         before, after = old.to(now.device), mean.to(now.device)
         # by itself the sum would differ from the mean in the last bit, and replicas would never be equal
         now.copy_(torch.where(now == before, after, now + (after - before)))
-
-
-@torch.no_grad()
-def fill(tensors: Tensors, part: Part, given: Sequence[torch.Tensor]) -> None:
-    """Write these pieces; TensorError when they are not pieces of the tensors."""
-    check_shapes(tensors, part, given)
-    for piece, tensor in zip(part, given, strict=True):
-        _rows(tensors, piece).copy_(tensor)
 
 
 def check_shapes(tensors: Tensors, part: Part, given: Sequence[torch.Tensor]) -> None:
