@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.core import Deadline
+from shoal.core import Deadline, fanout
 from shoal.swarm import CommittedSGD
 from shoal.swarm.wire import ABORT, COMMITS, JOIN, CommitsRequest, JoinRunRequest
 from shoal.tensors.transfer import LEAF_BYTES, HeldState
@@ -411,6 +411,28 @@ def test_who_was_away_comes_back(away_s, num_rounds):
             await contribute(world, 9)
             assert len({run.state.fingerprint() for run in world.runs.values()}) == 1
             world.check()
+
+    virtual(main())
+
+
+@pytest.mark.parametrize("num", [2, 4, 5])
+def test_members_that_all_leave_at_once_and_end_all_leave_in_order(num):
+    """Who has decided it first must not end before the others know: those that are left have no quorum."""
+
+    async def main():
+        far = Conditions(Profile.parse("[ways.default]\ndelay_ms = { kind = 'exponential', mean = 30 }"))
+        async with World(far, minority_after_s=1000) as world:
+            await world.start_all(num)
+
+            async def leave(number, run):
+                await run.leave(Deadline.after(20))
+                world.kill(number)
+
+            outcomes = await fanout(
+                [leave(number, run) for number, run in world.runs.items()], Deadline.after(30)
+            )
+            assert outcomes == [None] * num
+            assert all(run.has_left for run in world.runs.values())
 
     virtual(main())
 
