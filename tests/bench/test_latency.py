@@ -21,7 +21,7 @@ from shoal.bench.latency import (
     summarize_latency,
 )
 from shoal.bench.processes import latency as latency_workers
-from shoal.bench.processes.latency import Baseline, Load, Pings, latencies, rates, run_point
+from shoal.bench.processes.latency import Baseline, Pings, latencies, rates, run_point
 from shoal.cli.program import run
 from shoal.core import PeerLost, UsageError
 from shoal.core.virtual import run_virtual
@@ -240,22 +240,26 @@ def test_the_first_batch_does_not_count_as_latency():
     assert run_virtual(latencies(Pusher(100.0, 1.0, 2.0, 3.0), 3)) == pytest.approx([1.0, 2.0, 3.0])
 
 
+def load_of(batch_size, num_batches, num_runs):
+    return LatencyConfig(batch_size=batch_size, batches_for_throughput=num_batches, throughput_runs=num_runs)
+
+
 def test_throughput_leaves_the_first_batches_out_and_runs_follow_each_other():
     clients = [Pusher(50.0, 1.0) for _ in range(4)]
-    found = run_virtual(rates(clients, Load(batch_size=8, num_batches=5, num_runs=3)))
+    found = run_virtual(rates(clients, load_of(8, 5, 3)))
     assert found == pytest.approx([8 * 4.0] * 3)
 
 
 def test_nobody_waits_for_the_slowest_client():
     clients = [Pusher(1.0), Pusher(1e6)]
-    found = run_virtual(rates(clients, Load(batch_size=1, num_batches=5, num_runs=2)), limit_s=100.0)
+    found = run_virtual(rates(clients, load_of(1, 5, 2)), limit_s=100.0)
     assert found == pytest.approx([1.0, 1.0])
 
 
 def test_a_failure_is_raised_and_ends_the_others():
     clients = [Pusher(1.0), Pusher(1.0, fails_at=2)]
     with pytest.raises(PeerLost):
-        run_virtual(rates(clients, Load(batch_size=1, num_batches=5, num_runs=2)), limit_s=100.0)
+        run_virtual(rates(clients, load_of(1, 5, 2)), limit_s=100.0)
 
 
 def test_pings_are_exponential_and_each_clients_own():

@@ -47,15 +47,6 @@ class Client(Protocol):
         """One batch, from the first block to the last, and back where backward is measured."""
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What is measured as throughput."""
-
-    batch_size: int
-    num_batches: int
-    """Of each client in a run, on average."""
-    num_runs: int
-
-
 class Pings:
     """Waits of one client: mean × Exp(1), drawn as the links of a profile draw their delays.
 
@@ -84,14 +75,14 @@ async def latencies(client: Client, num_batches: int) -> list[float]:
     return took_s[1:]
 
 
-async def rates(clients: Sequence[Client], load: Load) -> list[float]:
-    """Samples a second of all clients, in each run.
+async def rates(clients: Sequence[Client], config: LatencyConfig) -> list[float]:
+    """Samples a second of all clients, in each run of so many batches of each, on average.
 
     Runs follow each other without a pause: nobody waits for the slowest client at the end of one, and what
     the first batches do (as many as there are clients) is in none. When the last run is over, what is still
     under way is given up.
     """
-    flow = _Flow(len(clients), load, running_clock())
+    flow = _Flow(len(clients), config, running_clock())
     failures: list[Exception] = []
 
     async def keep_pushing(client: Client) -> None:
@@ -113,17 +104,17 @@ async def rates(clients: Sequence[Client], load: Load) -> list[float]:
 class _Flow:
     """Counts batches, and takes the time whenever a run is full."""
 
-    def __init__(self, num_clients: int, load: Load, clock: Clock) -> None:
+    def __init__(self, num_clients: int, config: LatencyConfig, clock: Clock) -> None:
         self.rates: list[float] = []
-        self._load = load
+        self._config = config
         self._clock = clock
-        self._run_size = num_clients * load.num_batches
+        self._run_size = num_clients * config.batches_for_throughput
         self._num_left = num_clients
         self._began_s: float | None = None
 
     @property
     def is_over(self) -> bool:
-        return len(self.rates) == self._load.num_runs
+        return len(self.rates) == self._config.throughput_runs
 
     def count(self) -> None:
         self._num_left -= 1
@@ -131,7 +122,7 @@ class _Flow:
             return
         now_s = self._clock.now_s()
         if self._began_s is not None:
-            self.rates.append(self._run_size * self._load.batch_size / (now_s - self._began_s))
+            self.rates.append(self._run_size * self._config.batch_size / (now_s - self._began_s))
         self._began_s = now_s
         self._num_left = self._run_size
 
@@ -278,8 +269,7 @@ def _piped_rates(stages: Sequence[nn.Module], batch: torch.Tensor, config: Laten
         loop = stack.enter_context(LoopThread("batches"))
         threads = [stack.enter_context(LoopThread(f"stage-{at}")) for at in range(len(stages))]
         clients = [_Piped(threads, stages, batch) for _ in range(len(stages) + 1)]
-        load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)
-        return loop.run(rates(clients, load))
+        return loop.run(rates(clients, config))
 
 
 class _Piped:
@@ -371,9 +361,7 @@ class _Crowd:
     def throughput(self, ping_s: float, passes: Passes) -> dict[str, Any]:
         """Measure all clients at once: samples a second in each run."""
         clients = [client.under(ping_s, passes, "throughput") for client in self._clients]
-        config = self._config
-        load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)
-        return self._told(rates(clients, load))
+        return self._told(rates(clients, self._config))
 
     def _told(self, work: Coroutine[Any, Any, list[float]]) -> dict[str, Any]:
         try:
@@ -482,17 +470,10 @@ def _slow(point: _Point) -> tuple[list[float], list[float]]:
 
 def _ours(point: _Point) -> tuple[list[float], list[float]]:
     config = point.config
-    load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)
-
-    async def alone(clients: list[Client]) -> list[float]:
-        return await latencies(clients[0], config.batches_for_latency)
-
-    async def together(clients: list[Client]) -> list[float]:
-        return await rates(clients, load)
-
+    num_batches = config.batches_for_latency
     return (
-        run_virtual(_served(point, "latency", 1, alone)),
-        run_virtual(_served(point, "throughput", config.jobs, together)),
+        run_virtual(_served(point, "latency", 1, lambda clients: latencies(clients[0], num_batches))),
+        run_virtual(_served(point, "throughput", config.jobs, lambda clients: rates(clients, config))),
     )
 
 
