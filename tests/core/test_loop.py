@@ -396,6 +396,29 @@ def test_ctrl_c_interrupts_a_blocked_script_and_the_coroutine_cleans_up(deadline
     assert time.monotonic() - sent_s < 3
 
 
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a thread")
+def test_ctrl_c_that_does_not_wake_the_blocked_thread_is_noticed_soon():
+    """As where it comes just before the wait begins: the handler is due, and nothing wakes the wait."""
+    script = textwrap.dedent("""
+        import asyncio, signal, threading
+        from shoal.core import LoopThread
+
+        async def work():
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+        try:
+            with LoopThread() as loop:
+                loop.run(work())
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 def test_processes_of_our_own_hand_the_interpreter_over_often():
     before = sys.getswitchinterval()
     try:

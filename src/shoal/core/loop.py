@@ -28,8 +28,9 @@ _CLOSE_GRACE_S = 5.0
 _CLOSE_ROUNDS = 3
 _LATE = "The call did not finish before its deadline and was cancelled."
 _CLOSED = "The call was cancelled: its loop thread was closed."
-# Windows does not interrupt a wait on a lock when Ctrl-C is pressed: wake up to look
-_INTERRUPT_POLL_S = 0.2 if sys.platform == "win32" else threading.TIMEOUT_MAX
+# Ctrl-C interrupts a wait on a lock, but not on Windows, and nowhere if it comes in the moment before the
+# wait begins: wake up to look
+_INTERRUPT_POLL_S = 0.2 if sys.platform == "win32" else 1.0
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
