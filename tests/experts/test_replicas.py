@@ -453,6 +453,40 @@ def test_a_state_that_is_not_to_be_used_changes_nothing(caplog, lie):
     assert f"What {short}" in caplog.text
 
 
+@pytest.mark.parametrize("lie", ["gone", "silent", "other bytes"])
+def test_a_newcomer_copies_the_next_replica_when_one_fails_in_the_middle(lie):
+    held = lying_state(lie)
+
+    async def serve(head, channel):
+        await channel.send(held.name)
+        await channel.receive()
+        return Reply()
+
+    async def serve_leaf(head, buffers):
+        if lie == "silent":
+            await asyncio.sleep(NEVER_S)
+        raise PeerRefused("This peer does not hold it any more.")
+
+    async def main(swarm, *peers):
+        liar, honest, mine = sorted(peers, key=lambda dht: dht.peer_id)
+        liar.endpoint.routes.add_channel(STATE, serve, ReplicaRequest)
+        StateDonor(liar.endpoint.streams).hold(held)
+        if lie != "other bytes":
+            liar.endpoint.routes.remove("state.leaf")
+            liar.endpoint.streams.handle("state.leaf", serve_leaf)
+        await declare_experts(liar, [UID], liar.in_s(NEVER_S))
+        old, new = small_expert(seed=1, num_updates=3), small_expert(seed=2)
+        async with replicas_of((old, honest), (new, mine), every_s=NEVER_S) as (_, newcomer):
+            await asyncio.sleep(400 if lie == "silent" else 10)
+            assert newcomer.num_copied == 1
+            assert torch.equal(values(new), values(old))
+            train(old, 2)
+            train(new, 2)
+            assert torch.equal(values(new), values(old))
+
+    in_swarm(3, main)
+
+
 def test_a_state_is_held_while_it_is_taken_and_no_longer():
     async def work(asker, replicas, expert, peer):
         streams, request = asker.endpoint.streams, ReplicaRequest(UID)
@@ -500,14 +534,16 @@ async def open_peer(closing, secret, helpers=(), join=()):
     return await closing.enter_async_context(DHT(endpoint=endpoint, join=join))
 
 
-def test_servers_with_several_loops_average_through_tls_with_those_who_have_declared(run):
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_servers_with_several_loops_meet_through_tls_with_those_who_have_declared(run, is_newcomer):
     async def main(helpers):
         async with contextlib.AsyncExitStack() as closing:
             secret = SwarmSecret(b"s" * 32)
             first = await open_peer(closing, secret, helpers[:1])
             second = await open_peer(closing, secret, helpers[1:], [first.peer.address])
             stranger = await open_peer(closing, secret, (), [first.peer.address])
-            experts = [small_expert(seed=seed, num_updates=1) for seed in range(2)]
+            num_updates = 1, 1 - is_newcomer
+            experts = [small_expert(seed=seed, num_updates=num) for seed, num in enumerate(num_updates)]
             made = []
             for dht, expert in zip((first, second), experts, strict=True):
                 server = await closing.enter_async_context(ExpertServer(dht.endpoint, [expert]))
@@ -517,7 +553,8 @@ def test_servers_with_several_loops_average_through_tls_with_those_who_have_decl
                 for one in made:
                     scope.start(one.run())
                     await one.was_synced.wait()
-                assert [one.num_averaged for one in made] == [0, 1]
+                assert [one.num_averaged for one in made] == [0, not is_newcomer]
+                assert [one.num_copied for one in made] == [0, is_newcomer]
                 assert torch.equal(values(experts[0]), values(experts[1]))
                 with pytest.raises(PeerBusy, match="not known here"):
                     await ask(stranger, first.peer, AVERAGE, UID)
