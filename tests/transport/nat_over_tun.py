@@ -10,6 +10,7 @@ import fcntl
 import functools
 import os
 import random
+import re
 import selectors
 import struct
 import subprocess
@@ -56,6 +57,7 @@ class Internet:
         self._closing = contextlib.ExitStack()
 
     def __enter__(self):
+        _delete_leftovers()
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread.start()
@@ -175,5 +177,13 @@ def _bytes(host):
     return bytes(map(int, host.split(".")))
 
 
+def _delete_leftovers():
+    """Delete the namespaces of tests that were killed."""
+    for line in _ip("netns").splitlines():
+        if (found := re.match(r"(shoal-(\d+)-\d+)\b", line)) and not Path(f"/proc/{found[2]}").exists():
+            with contextlib.suppress(subprocess.CalledProcessError):  # another test does so, too
+                _ip("netns", "delete", found[1])
+
+
 def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
