@@ -23,7 +23,7 @@ SCALE = 16
 STATE_BYTES = 4 << 20
 ROUND_S = 60.0
 STEP_S = 5.0
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 16 << 10  # larger ones would hold up what is small longer than a line's queue does
 SESSION_S, SHAPE = 600.0, 0.5  # the median; sessions of volunteers have shapes of 0.4 to 0.6 (Stutzbach 2006)
 
 
