@@ -207,7 +207,7 @@ class StateTaker:
         self, transport: Transport, name: str, *, max_bytes: int = MAX_STATE_BYTES, leaf_s: float = _LEAF_S
     ) -> None:
         self.blamed: dict[Peer, str] = {}
-        """Donors that sent what is not the state, or no state at all, with the reason; they are asked no more."""
+        """Donors that sent what is not the state, or none at all, with the reason; not asked any more."""
         self.left: dict[Peer, str] = {}
         """Donors that the latest `take` has left because they are gone or late, or hold it no more."""
         self.received_bytes: dict[Peer, int] = {}
