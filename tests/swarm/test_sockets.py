@@ -36,7 +36,7 @@ def test_two_that_cannot_be_dialed_train_with_two_that_can_of_which_one_is_kille
     try:
         first.read()
         address = first.lines[0]["address"]
-        peers += [Process(address, 200), Process(address, 200, "client"), Process(address, 200, "client")]
+        peers += [Process(address, 200), Process(address, 200, "-"), Process(address, 200, "-")]
         for peer in peers[1:]:
             peer.read()
         while not any(line.get("members") == 4 and line["steps"] > 5 for line in first.lines):

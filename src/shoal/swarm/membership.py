@@ -283,10 +283,14 @@ def lengthen(short: ShortCommit, members: tuple[SwarmMember, ...], plan: RoundPl
 
 
 def num_owners(members: Sequence[SwarmMember]) -> int:
-    """Counts those to whom ballots belong in turns: who can be called, first in the order those that can be
-    dialed.
+    """Counts those to whom ballots belong in turns, the first in the order: who can be dialed, and where
+    nobody can, who can be called at all.
+
+    A relayed member that took over from one that is only slow would be slower still.
     """
-    return sum(member.is_callable and member.votes for member in members) or num_voters(members)
+    voters = [member for member in members if member.votes]
+    num_reachable = sum(member.is_reachable for member in voters)
+    return num_reachable or sum(member.is_callable for member in voters) or len(voters) or 1
 
 
 def num_voters(members: Sequence[SwarmMember]) -> int:
