@@ -56,7 +56,8 @@ def test_two_that_cannot_be_dialed_train_with_two_that_can_of_which_one_is_kille
         assert {line["way"] for line in peers[1].lines[1:]} == {"dialed"}
         for peer in peers[2:]:
             assert peer.lines[1]["way"] == "relayed"
-            assert not any(line["is_first"] for line in peer.lines[1:])
+            # at the end the two of them may be left
+            assert not any(line["is_first"] for line in peer.lines[1:] if line["members"] > 2)
         bits = {}
         for peer in peers:
             for line in peer.lines[1:]:
