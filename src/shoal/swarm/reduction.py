@@ -69,8 +69,7 @@ _NUM_IN_FLIGHT = 8
 _SILENCE_S = 1.0
 _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
-_BEAT_S, _TAKE_BEAT_S = 0.3, 1.0
-_LONGEST_BEAT_S = 5.0
+_BEAT_S = 0.3
 _PART_S = 10.0
 _LED = -1
 _FETCH_S, _LONGEST_FETCH_S = 2.0, 30.0
@@ -153,7 +152,7 @@ class Reduction:
         self._robust = context.settings.robust
         self._weights = capped(plan.samples) if self._robust else plan.samples
         self._silence_s = _SILENCE_S * context.settings.patience
-        self._beat_s = min(_TAKE_BEAT_S * crowd_factor(len(plan.contributors)), _LONGEST_BEAT_S)
+        self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
         """Who asks for an average that is not ready is answered after so long."""
         self._codec = context.codec
         self._vector = context.vector()
