@@ -73,6 +73,7 @@ _BEAT_S = 0.3
 _PART_S = 10.0
 _LED = -1
 _FETCH_S, _LONGEST_FETCH_S = 2.0, 30.0
+_LED_S = 3.0  # in which a part is asked for from whoever leads the group alone
 GONE_SHARE = 0.3
 """Where nobody listens any more, this share of the usual silence is enough."""
 TAKE_LATER = Reply(TakeReply())
@@ -598,14 +599,20 @@ async def fetch_parts(
     plan = commit.plan
     if plan is None:
         return
+    my_place = next((place for place, one in enumerate(members) if one.id_bytes == me.id_bytes), -1)
 
     async def fetch(part: int, result: PartResult) -> None:
         likely = plan.reducer(part, result.attempt)
-        asked = [*members[likely : likely + 1], *members]
+        leader = -1 if reduction is None else plan.leader(part, my_place)  # else members may be others
+        others = [*members[likely : likely + 1], *members[my_place + 1 :], *members[:my_place]]
+        # the one line of its reducer is not for hundreds at once: whoever leads the group has it before
+        first = members[leader : leader + 1] if leader >= 0 and leader not in (my_place, likely) else ()
+        led_until_s = asyncio.get_running_loop().time() + _LED_S
         request = TakeRequest(commit.fork, commit.round, part, result.attempt, result.digest)
         wait_s = _FETCH_S
         while (part, result.digest) not in held:
-            for member in dict.fromkeys(asked):
+            is_led = bool(first) and asyncio.get_running_loop().time() < led_until_s
+            for member in dict.fromkeys(first if is_led else [*first, *others]):
                 if member.id_bytes == me.id_bytes or not member.is_callable:
                     continue
                 try:
@@ -615,6 +622,8 @@ async def fetch_parts(
                 except ShoalError as error:
                     if isinstance(error, DeadlineExceeded):  # the line may be too slow for so many at once
                         wait_s = min(2 * wait_s, _LONGEST_FETCH_S)
+                    elif is_led:
+                        led_until_s = -math.inf
                     continue
                 if found is not None and found.digest == result.digest:
                     held.setdefault((part, found.digest), found)

@@ -799,7 +799,7 @@ class SwarmRound:
         """Takes all parts, and names the reducers that are silent; None where the ballot is over."""
         assert self.reduction is not None
         reduction, reduce_began_s = self.reduction, self._now()
-        give_up_s = self._patient_s
+        give_up_s = self._patient_s * self._crowd  # their lines are full of what all others take
         outcomes: list[Any] = await fanout(
             [reduction.take_all(self._call, give_up_s), self._while_leading(ballot, began_s, reduction)],
             Deadline.never(),
