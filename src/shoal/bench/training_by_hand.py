@@ -225,6 +225,13 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
 
 def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Be a parameter server until all workers have left; its RESULT has what it has counted."""
+    counted = serve(role, config, say)
+    say(f"All workers have left: {counted['num_applied']} gradients of {counted['num_pushes']} applied.")
+    return {"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}
+
+
+def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
+    """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
         config = _agree_on_model(group, config)
         say(f"Model: {config.model}")
@@ -236,9 +243,7 @@ def serve_by_hand(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any
         )
         with contextlib.suppress(SystemExit):
             strategy.attach(trainee.model, trainee.optimizer)
-        counted = strategy.stats
-    say(f"All workers have left: {counted['num_applied']} gradients of {counted['num_pushes']} applied.")
-    return {"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}
+        return strategy.stats
 
 
 @contextlib.contextmanager
