@@ -142,7 +142,8 @@ def test_after_a_loss_every_example_comes_once_or_is_listed(name, should_end, tm
     first = generation(2, tmp_path, name, before_step=before_step)
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0"]
     (then,) = generation(1, tmp_path, name)
-    assert then.began[0] in ((3, 4) if should_end else (7,))
+    earliest = 2 if name == "local-sgd" else 3  # between two averages nobody waits
+    assert then.began[0] in (range(earliest, 5) if should_end else (7,))
     seen = [item for worker in [*first, then] for item in worker.seen]
     listed = then.loader.lost_items.get(0, [])
     assert set(seen) | set(listed) == set(range(NUM_ITEMS))
