@@ -342,11 +342,9 @@ def run_view(run: str, answers: Answers) -> View:
 
 def sum_links(found: Sequence[MemberFacts]) -> dict[str, int]:
     """Counts connections with other members by their way, over all that answer."""
-    return {
-        way: num
-        for way in ("direct", "punched", "relayed")
-        if (num := sum(facts.links.get(way, 0) for facts in found))
-    }
+    from shoal.transport.streams.transport import CONNECTION_WAYS
+
+    return {way: num for way in CONNECTION_WAYS if (num := sum(facts.links.get(way, 0) for facts in found))}
 
 
 def _share(facts: MemberFacts) -> float:

@@ -51,6 +51,7 @@ from shoal.swarm.run import SwarmRun
 from shoal.swarm.wire import TRAINER
 from shoal.tensors import Codec
 from shoal.transport import Head, Reply
+from shoal.transport.streams.transport import CONNECTION_WAYS
 
 log = logging.getLogger(__name__)
 
@@ -397,7 +398,7 @@ class BlockingSwarmRun:
         """Counts the other members by the way in which this one is connected with them."""
         ways = self._swarm.dht.endpoint.streams.ways()
         found = [ways.get(PeerId(member.id_bytes)) for member in run.members]
-        return {way: found.count(way) for way in ("direct", "punched", "relayed") if way in found}
+        return {way: found.count(way) for way in CONNECTION_WAYS if way in found}
 
     async def close(self, *, is_in_order: bool) -> None:
         """Leaves, if that is to be in order, and ends this member; for code on the loop."""

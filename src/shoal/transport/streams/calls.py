@@ -89,6 +89,12 @@ class Calling:
         self.slots = CallSlots(connection.loop, 0)
         """How many calls the peer takes at once; as it says in its hello."""
 
+    async def begin_when_free(self, method: str, payload: Any, deadline: Deadline, mode: Mode) -> PendingCall:
+        """Begin a call without buffers as soon as the peer takes one more."""
+        if not self.slots.try_take():
+            await self.wait_for_slot(method, deadline)
+        return self.begin(method, payload, (), deadline, None, mode)
+
     async def notify(self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline) -> None:
         """Send a one-way request; its place stays taken until the handler is done, which nobody waits for."""
         if not self.slots.try_take():

@@ -43,7 +43,7 @@ SWEEP_S = 1.0  # how often busy connections are looked after
 _IDLE_SHARE = 0.25  # of the time after which an idle connection is closed: how often one looks for them
 _MAX_CLOSING_TURNS = 100
 _ABSENT = object()
-WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")  # the best one first
+CONNECTION_WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")  # the best one first
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
@@ -226,7 +226,7 @@ class StreamTransport(Transport):
     def ways(self) -> dict[PeerId, Way]:
         """How each peer that there is a connection with is reached: the best way, where there are several."""
         found: dict[PeerId, Way] = {}
-        for way in reversed(WAYS):
+        for way in reversed(CONNECTION_WAYS):
             for connection in tuple(self._shards[0].connections) if self._shards else ():
                 if connection.is_usable and connection.peer.id is not None and connection.way == way:
                     found[connection.peer.id] = way
@@ -267,19 +267,14 @@ class StreamTransport(Transport):
         self, connection: Connection, method: str, payload: Any = None, *, deadline: Deadline
     ) -> Reply:
         """Ask over a connection that there is, whichever side has dialed it."""
-        calling = connection.calling
         try:
-            if not calling.slots.try_take():
-                await calling.wait_for_slot(method, deadline)
-            call = calling.begin(method, payload, (), deadline, None, Mode.CALL)
+            call = await connection.calling.begin_when_free(method, payload, deadline, Mode.CALL)
+            try:
+                return await call.answer
+            finally:
+                connection.calling.end(call)
         except ConnectionRetired:
             raise connection.error_for(method) from None
-        try:
-            return await call.answer
-        except ConnectionRetired:
-            raise connection.error_for(method) from None
-        finally:
-            calling.end(call)
 
     async def notify(
         self, peer: Target, method: str, payload: Any = None, buffers: Buffers = (), *, deadline: Deadline
@@ -323,9 +318,7 @@ class StreamTransport(Transport):
     ) -> AsyncIterator[Channel]:
         """The same over a connection that there is, whichever side has dialed it."""
         try:
-            if not connection.calling.slots.try_take():
-                await connection.calling.wait_for_slot(method, deadline)
-            call = connection.calling.begin(method, payload, (), deadline, None, Mode.CHANNEL)
+            call = await connection.calling.begin_when_free(method, payload, deadline, Mode.CHANNEL)
         except ConnectionRetired:
             raise connection.error_for(method) from None
         channel = StreamChannel(connection, call.id, call.answer, window_bytes)
