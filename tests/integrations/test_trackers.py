@@ -68,6 +68,47 @@ def test_a_tracker_that_cannot_be_made_is_told_and_the_training_goes_on(monkeypa
     assert "this run is not tracked: There is no module 'no_such_module'" in caplog.text
 
 
+class FakeWandb:
+    """What the tracker calls of wandb, and what it was told."""
+
+    def __init__(self):
+        self.inits, self.logged, self.defined = [], [], []
+
+    def Settings(self, **settings):  # noqa: N802  # wandb's own name
+        return settings
+
+    def init(self, **where):
+        self.inits.append(where)
+        return self
+
+    def define_metric(self, name, step_metric):
+        self.defined.append((name, step_metric))
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("asked", [None, "my-run"])
+def test_wandb_has_one_run_for_all_workers(monkeypatch, tmp_path, asked):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("WANDB_RUN_ID", asked)
+    for rank in range(2):
+        tracker = make_tracker(f"wandb={tmp_path}", "job", rank)
+        tracker.log(7, {"loss": 0.5})
+        tracker.close()
+    first, second = fake.inits
+    assert first["id"] == second["id"] == (asked or "job")
+    assert [init["settings"]["mode"] for init in fake.inits] == ["shared", "shared"]
+    assert [init["settings"]["x_primary"] for init in fake.inits] == [True, False]
+    assert fake.logged == [{"step": 7, "loss/0": 0.5}, {"step": 7, "loss/1": 0.5}]
+    assert set(fake.defined) == {("*", "step")}
+
+
 def test_names_of_no_tracker_are_refused():
     with pytest.raises(UsageError, match=r"There is no tracker 'tensorbord'. Did you mean 'tensorboard'"):
         check_name("tensorbord")
@@ -176,6 +217,13 @@ def test_mlflow_has_all_steps_of_three_workers_in_one_run(tmp_path, monkeypatch)
         history = client.get_metric_history(only.info.run_id, f"loss/{rank}")
         assert sorted(metric.step for metric in history) == list(range(1, 41))
         assert all(f"shoal_{name}/{rank}" in only.data.metrics for name in COUNTED)
+
+
+@pytest.mark.slow
+def test_wandb_takes_the_settings_of_a_shared_run():
+    wandb = pytest.importorskip("wandb", reason="pip install 'shoal[track]'")
+    settings = wandb.Settings(mode="shared", x_primary=False, x_label="worker-1", x_update_finish_state=False)
+    assert (settings.mode, settings.x_primary) == ("shared", False)
 
 
 @pytest.mark.slow

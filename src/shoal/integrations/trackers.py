@@ -86,23 +86,35 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Writes each worker as a member of one group of Weights & Biases; offline with WANDB_MODE=offline."""
+    """Writes all workers into one run of Weights & Biases, whose server brings them together.
+
+    The run's id is the run's name, or WANDB_RUN_ID. Without a server (WANDB_MODE=offline) each worker has a
+    run of its own, all of them in one group.
+    """
 
     def __init__(self, run: str, rank: int, folder: Path) -> None:
         wandb = _library("wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
         self._rank = rank
-        self._run = wandb.init(project="shoal", group=run, name=f"{run}-{rank}", dir=str(folder))
+        where: dict[str, Any] = {"project": "shoal", "dir": str(folder)}
+        if os.environ.get("WANDB_MODE", "online") == "online":
+            where["settings"] = wandb.Settings(
+                mode="shared", x_primary=rank == 0, x_label=f"worker-{rank}", x_update_finish_state=rank == 0
+            )
+            self._run = wandb.init(id=os.environ.get("WANDB_RUN_ID", run), name=run, **where)
+        else:
+            self._run = wandb.init(group=run, name=f"{run}-{rank}", **where)
+        self._run.define_metric("*", step_metric="step")  # a shared run has no steps of its own
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Keeps the values of one step."""
-        self._run.log({f"{name}/{self._rank}": value for name, value in values.items()}, step=step)
+        self._run.log({"step": step, **{f"{name}/{self._rank}": value for name, value in values.items()}})
 
     def flush(self) -> None:
         """Does nothing: wandb writes by itself."""
 
     def close(self) -> None:
-        """Ends this worker's part of the run."""
+        """Ends this worker's part of the run; the run ends with rank 0's."""
         self._run.finish()
 
 
