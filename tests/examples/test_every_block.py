@@ -366,6 +366,13 @@ DECISIONS = [
             "examples/test_gpt.py::test_a_run_that_was_resumed_ends_as_one_that_was_not_and_samples_are_written"
         ),
     ),
+    (
+        "examples/gpt/README.md",
+        r"python .*virtual.py",
+        Elsewhere(
+            "examples/test_gpt.py::test_in_virtual_time_strategies_are_compared_on_a_network_that_is_not_here"
+        ),
+    ),
     ("examples/gpt/README.md", r".", TINY_GPT),
 ]
 

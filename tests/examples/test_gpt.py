@@ -83,6 +83,24 @@ def test_a_text_that_is_too_short_is_refused(run, tmp_path, capsys):
     assert "is too short" in capsys.readouterr().err
 
 
+def test_in_virtual_time_strategies_are_compared_on_a_network_that_is_not_here(run):
+    words = ("--layers", 1, "--heads", 2, "--width", 16, "--block", 16, "--batch-size", 4, "--workers", 3)
+    words = (*words, "--steps", 8, "--eval-every", 4, "--local-steps", 4, "--warmup", 2)
+    printed = run("virtual.py", *words)
+    rows = {
+        name: cells.split("|")
+        for name, cells in re.findall(r"^\| `([\w-]+)` \|(.*)\|$", printed, re.MULTILINE)
+    }
+    assert list(rows) == ["all-reduce", "diloco", "swarm"]
+    losses, seconds, sent_mb = ([float(cells[place]) for cells in rows.values()] for place in (0, 1, 3))
+    assert max(losses) < 4.7  # what drawing any of the 96 characters would lose, and a little more
+    assert seconds[0] > 1.5 * max(seconds[1:])  # it waits for the network in every step
+    assert sent_mb[0] > 1.5 * max(sent_mb[1:])
+    assert run("virtual.py", *words, "--strategies", "diloco").splitlines()[:2] == re.findall(
+        r"^diloco: .*", printed, re.MULTILINE
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
