@@ -233,7 +233,10 @@ class ElasticSession(TrainingSession):
         self.is_between = False
         if self.error is None:
             try:
-                return super().step_begins(num_missed)
+                for _ in range(0 if self.is_alone else num_missed):
+                    self.step_skipped()
+                self.is_between = False
+                return super().step_begins(0)
             except PeerLost as error:
                 self.go_on_without(error)
         self.finite.hide_gradients()
