@@ -672,7 +672,10 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
                 _abandon(attached)
             group.regroup(steps, is_fresh=is_fresh, error=error, note=note)
         except LeavingRun as leaving:
-            _leave(attached, leaving)
+            log.warning("this worker leaves: %s", leaving.what)
+            _abandon(attached)
+            tell_launcher(phase="left")
+            raise SystemExit(0) from None
         if group.is_restarted:
             return
         try:
@@ -690,11 +693,8 @@ def _put_aside(session: ElasticSession) -> dict[str, Any]:
     """Takes a session out of the present group; gives the strategy's state."""
     strategy = session.strategy
     if not session.has_trained or session.is_whole:
-        state: dict[str, Any] = {
-            "strategy": strategy.name,
-            "steps": strategy.steps,
-            "rounds": strategy.rounds,
-        }
+        counts = {"steps": strategy.steps, "rounds": strategy.rounds}
+        state: dict[str, Any] = {"strategy": strategy.name, **counts}
         with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
             state = strategy.state_at_end()
         session.kept_state = state
@@ -705,13 +705,6 @@ def _put_aside(session: ElasticSession) -> dict[str, Any]:
         session._hooks.pause()
         session._detach(should_leave=False, is_failed=True)
     return session.kept_state
-
-
-def _leave(attached: Sequence[ElasticSession], leaving: LeavingRun) -> None:
-    log.warning("this worker leaves: %s", leaving.what)
-    _abandon(attached)
-    tell_launcher(phase="left")
-    raise SystemExit(0)
 
 
 def _abandon(attached: Sequence[ElasticSession]) -> None:
