@@ -69,12 +69,30 @@ def alone(group, names):
 
 
 class Counting(GroupWrapper):
-    """Counts, for each parameter, the operations whose tensor its value or its gradient lies in."""
+    """Counts, for each parameter, the operations whose tensor its value or its gradient lies in.
+
+    A value may lie in another buffer after a step: where buffers take turns, an operation in place is given
+    the one that is the next.
+    """
 
     def watch(self, model):
         self.parameters = list(model.parameters())
         self.counts = [0] * len(self.parameters)
         self.num_pulls = 0
+        self.spans = []
+        self.places = [{parameter.data_ptr()} for parameter in self.parameters]
+
+    def count(self):
+        """Counts what a step has done."""
+        for index, parameter in enumerate(self.parameters):
+            places = self.places[index] | {
+                each.data_ptr() for each in (parameter, parameter.grad) if each is not None
+            }
+            self.counts[index] += sum(
+                any(start <= place < end for place in places) for start, end in self.spans
+            )
+            self.places[index] = {parameter.data_ptr()}
+        self.spans = []
 
     def window(self, *arguments, **named):
         window = super().window(*arguments, **named)
@@ -90,11 +108,7 @@ class Counting(GroupWrapper):
         return fetch(peer)
 
     def _see(self, tensor):
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            is_inside = start <= parameter.data_ptr() < end
-            self.counts[index] += is_inside or (gradient is not None and start <= gradient.data_ptr() < end)
+        self.spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
         return tensor
 
     def all_reduce(self, tensor, op="mean"):
@@ -124,6 +138,7 @@ def rounds(group, names, device=DEVICE):
                 counting.watch(model)
                 for _ in range(3):
                     one_step(model, optimizer, torch.ones(3, device=device))
+                    counting.count()
                     if not case.waits:
                         group.barrier().wait()  # so that all have something of each other
                 if case.strategy == "push-sum":

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.core import PeerLost
 from shoal.data.kept import kept_loaders
+from shoal.group.elastic import elastic_of
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.strategies import make_strategy
@@ -95,7 +96,7 @@ def train(worker, life, strategy, options, scales_rate=False, has_running_means=
                 life.doubtful = {}
                 if life.num_dropped == num_dropped:
                     life.trained.setdefault(epoch, []).extend(numbers.tolist())
-                generation = session.elastic._group.form.generation
+                generation = elastic_of(session.group).form.generation
                 life.trail.append((generation, sharing.steps, digest(model, optimizer), worker.clock.now_s()))
                 life.lost = {epoch: list(items) for epoch, items in loader.lost_items.items()}
     life.final, life.steps = digest(model, optimizer), sharing.steps

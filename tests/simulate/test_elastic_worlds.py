@@ -4,13 +4,14 @@ import random
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from shoal.core import UsageError
 from shoal.simulate.contest import run_job
 from shoal.simulate.exact import run_exact
 from shoal.simulate.job import TrainingJob
 from shoal.simulate.world import World
-from shoal.strategies import BUILT_IN
+from shoal.strategies import BUILT_IN, Strategy
 from shoal.transport import FaultScript
 from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, check_listed, run
 
@@ -61,6 +62,36 @@ def test_all_reduce_stays_equal_and_each_example_counts_once(script):
     check_examples(lives, num_most=5)
     assert len({lives[number].final for number in finished}) == 1
     assert len({lives[number].steps for number in finished}) == 1
+
+
+class Attentive(Strategy):
+    """Notes whether its session would let the worker stop in the middle of a step."""
+
+    name = "attentive"
+
+    def start(self, session):
+        self._could_stop = []
+
+    def before_step(self, session):
+        super().before_step(session)
+        self._could_stop.append(session.is_between)
+
+
+def test_a_worker_that_makes_up_for_a_skipped_step_is_in_the_next_one_after_that():
+    def work(worker):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = Attentive(worker.group)
+        with strategy.attach(model, optimizer) as session:
+            model(torch.ones(1, 2)).sum().backward()
+            loss = model(torch.ones(1, 2)).sum()
+            optimizer.zero_grad()
+            loss.backward()  # before which no forward has told that the step was left out
+            optimizer.step()
+            return strategy.steps, strategy._could_stop, session.is_between
+
+    outcomes = run_exact(World(num_workers=2, elastic=True), work)
+    assert [outcome.value for outcome in outcomes] == [(2, [False, False], True)] * 2
 
 
 def test_sizes_are_told_and_the_run_grows_at_once():

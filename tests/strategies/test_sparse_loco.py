@@ -1,10 +1,14 @@
 """`sparse-loco` against the algorithm, reckoned for all workers at once; its limits, what is kept."""
 
+import statistics
+
 import pytest
 import torch
 
 from shoal.core import UsageError
+from shoal.simulate.contest import run_job
 from shoal.simulate.exact import run_exact
+from shoal.simulate.job import TrainingJob
 from shoal.simulate.world import World
 from shoal.strategies.sparse_loco import SparseLoCo
 from strategies.bowls import RATE, Bowl, Bowls, course, everywhere, step
@@ -109,6 +113,23 @@ def test_any_density_learns(density):
     bowls = Bowls(3)
     copies = got[1::2]
     assert bowls.distance(copies[-60:].mean(0)) < 0.2 * bowls.optimum.norm()
+
+
+@pytest.mark.slow
+def test_it_learns_as_well_as_local_sgd_with_a_fiftieth_of_its_bytes():
+    """Both as they are by default, each with the best of the learning rates 0.05, 0.1 and 0.2."""
+
+    def end_of(strategy, seed, learning_rate):
+        sizes = {"num_workers": 4, "steps": 480, "eval_every": 480, "seed": seed}
+        job = TrainingJob(task="digits", strategy=strategy, learning_rate=learning_rate, **sizes)
+        return run_job(job, World(num_workers=4, seed=seed)).moments[-1]
+
+    dense = [end_of("local-sgd", seed, 0.2) for seed in range(3)]
+    sparse = [end_of("sparse-loco", seed, 0.1) for seed in range(3)]
+    for one, other in zip(dense, sparse, strict=True):
+        assert other.moved_bytes <= one.moved_bytes / 50
+    accuracy = statistics.mean(moment.value for moment in dense)
+    assert statistics.mean(moment.value for moment in sparse) == pytest.approx(accuracy, abs=0.01)
 
 
 def test_the_last_round_makes_models_equal_to_the_bit():

@@ -21,13 +21,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost, ShoalError
 from shoal.core.elastic import LeavingRun, Progress
@@ -36,16 +40,19 @@ from shoal.data.course import merge, places_at, places_of
 from shoal.data.kept import kept_loaders
 from shoal.data.seeds import states_of_process
 from shoal.group import share
-from shoal.group.elastic import ElasticGroup, RestartedGroup
+from shoal.group.elastic import ElasticGroup, RestartedGroup, elastic_of
 from shoal.group.functions import take_state
 from shoal.strategies.averaging import has_mean
+from shoal.strategies.registry import has_own_channel
+from shoal.strategies.session import TrainingSession
 from shoal.strategies.start import refuse_unfit
+from shoal.tensors import is_sharded
 from shoal.tensors.buckets import packed_on_devices
 from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
 from shoal.transport import StreamTransport
 
 if TYPE_CHECKING:
-    from shoal.strategies.session import TrainingSession
+    from shoal.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 _TRANSFER_S = 3600.0
@@ -56,7 +63,7 @@ _TELL_EVERY_S = 0.1
 _MAX_LISTED = 20
 """So many lost examples are named in the log; the loader's `lost_items` has all of them."""
 
-_sessions: WeakKeyDictionary[ElasticGroup, list[ElasticTraining]] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[ElasticGroup, list[ElasticSession]] = WeakKeyDictionary()
 """What is attached in a group, in the order in which all workers attach it."""
 
 
@@ -93,12 +100,24 @@ class _Account(msgspec.Struct, array_like=True):
     """What those have said last that were lost."""
 
 
-class ElasticTraining:
-    """What a session does beside training, in a group whose workers come and go."""
+def session_kind(strategy: Strategy, model: nn.Module) -> type[TrainingSession]:
+    """Gives the class of sessions for the group that this strategy is in."""
+    group = elastic_of(strategy.group)
+    if group is None:
+        return TrainingSession
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if group.is_restarted and (has_own_channel(strategy) or any(map(is_sharded, tensors))):
+        return TrainingSession  # what is torch's own knows of no other group
+    return ElasticSession
 
-    def __init__(self, session: TrainingSession, group: ElasticGroup) -> None:
-        self.followers: list[Callable[[int, int], None]] = []
-        """Are told the old and the new number of workers, when it has changed."""
+
+class ElasticSession(TrainingSession):
+    """A session in a group whose workers come and go."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, *, stays: bool) -> None:
+        super().__init__(strategy, model, optimizer, stays=stays)
+        group = elastic_of(strategy.group)
+        assert group is not None, "workers neither come nor go"
         self.error: PeerLost | None = None
         """Why this worker cannot go on in the present group."""
         self.has_trained = False
@@ -109,8 +128,9 @@ class ElasticTraining:
         """The strategy's, as it was when the session was whole the last time."""
         self.is_between = False
         """Whether this worker is between two steps, and in nothing of the session's: it could stop here."""
-        self._session = session
-        self._group = group
+        self._followers: list[Callable[[int, int], None]] = []
+        """Are told the old and the new number of workers, when it has changed."""
+        self._elastic = group
         self._restarted = group if isinstance(group, RestartedGroup) else None
         self._number = 0
         """Counts the sessions of a group whose workers are started anew."""
@@ -128,70 +148,137 @@ class ElasticTraining:
         """After which step this worker says again how far it is."""
         self._told_epochs: list[int] = []
 
-    @property
-    def can_share(self) -> bool:
-        """Whether there is somebody to share with, and nothing has failed."""
-        return self.is_whole and self.error is None and not self._session.is_alone
+    # From attach to the end.
 
-    def begin(self, *, should_start_equal: bool) -> None:
-        """Starts in the group, in the next generation if this one is over. Collective."""
-        group = self._group
-        group.link.is_lockstep = self._session.strategy.is_lockstep
+    def _begin(self, *, should_start_equal: bool) -> None:
+        group = self._elastic
+        group.link.is_lockstep = self.strategy.is_lockstep
         self._attached.append(self)
         if self._restarted is not None:
             self._number = group.notes["num_restarted"] = group.notes.get("num_restarted", 0) + 1
-            self._take_up(self._restarted)
+            self._take_back(self._restarted)
             self._restarted.listen(lambda: _stop_between(group))
         if group.is_pending or (self._is_first and group.is_due(0)):
-            _regroup(group, None)
+            _regroup(group, None)  # the next generation, since this one is over
             return
         try:
-            self._session.enter(should_start_equal=should_start_equal)
+            self.enter(should_start_equal=should_start_equal)
             self._entered()
         except PeerLost as error:
             _regroup(group, error)
 
-    def follow(self, follow: Callable[[int, int], None]) -> None:
+    def on_resize(self, follow: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Calls it after each change of the number of workers.
 
         At once for the change by which this worker has come: it has taken over the optimizer of before.
         """
-        self.followers.append(follow)
+        self._followers.append(follow)
         if self._change is not None:
             follow(*self._change)
+        return follow
 
-    def ended(self, *, is_failed: bool = True) -> None:
-        """Takes note of the session's end; after one in order nothing is left of it."""
+    def fail(self, error: object) -> None:
+        """Leaves the state to the next process, where a loss has ended the loop between two steps."""
+        can_stop = self._restarted is not None and self.is_whole and self.is_between
+        if can_stop and (isinstance(error, PeerLost) or self._elastic.is_due(self.steps)):
+            self.drop_step()
+            _put_aside(self)
+
+    def close(self, *, is_failed: bool = False) -> None:
+        """Detaches; idempotent. After an end in order nothing is left of it for the next process."""
+        if not self.is_open:
+            return
         if self in self._attached:
             self._attached.remove(self)
         if self._restarted is not None and not is_failed:
             self._restarted.memory.discard(self._number)
             if not self._attached:
                 self._restarted.stop_listening()
+        if self.is_in_group:
+            super().close(is_failed=is_failed)
+        else:
+            self.is_open = False
+            self._hooks.remove()
 
-    def fail(self, error: object) -> None:
-        """Leaves the state to the next process, where a loss has ended the loop between two steps."""
-        can_stop = self._restarted is not None and self.is_whole and self.is_between
-        if can_stop and (isinstance(error, PeerLost) or self._group.is_due(self._session.steps)):
-            self.drop_step()
-            _put_aside(self)
+    # What the hooks report. After a loss the step goes on, and is the last one in the present group.
 
-    def interrupt(self, error: PeerLost) -> None:
+    def forward_ended(self) -> None:
+        """Lets the strategy act, if there is somebody to share with."""
+        self._while_sharing(super().forward_ended)
+
+    @property
+    def gradient_listener(self) -> Callable[[torch.Tensor], None] | None:
+        """Tells the strategy of a gradient, if there is somebody to share with."""
+        listener = super().gradient_listener
+        return None if listener is None else partial(self._while_sharing, listener)
+
+    def _while_sharing(self, act: Callable[..., None], *args: Any) -> None:
+        if not self.is_whole or self.error is not None or self.is_alone:
+            return
+        was_between, self.is_between = self.is_between, False
+        try:
+            act(*args)
+        except PeerLost as error:
+            self.go_on_without(error)
+        self.is_between = was_between
+
+    def go_on_without(self, error: PeerLost) -> None:
         """Ends the present generation for this worker, because of a loss."""
+        if self.has_closure:
+            raise error
         self.error = self.error or error
 
-    def step_ended(self, *, is_dropped: bool) -> None:
-        """Looks, between two steps, whether the group is to become another one.
+    def step_begins(self, num_missed: int) -> float:
+        """Prepares the optimizer's step; one that cannot be shared is dropped as a whole, on all workers."""
+        self.is_between = False
+        if self.error is None:
+            try:
+                for _ in range(0 if self.is_alone else num_missed):
+                    self.step_skipped()
+                self.is_between = False
+                return super().step_begins(0)
+            except PeerLost as error:
+                self.go_on_without(error)
+        self.finite.hide_gradients()
+        return 1.0
+
+    def step_ended(self) -> None:
+        """Looks after each step whether the group is to become another one.
 
         After a dropped step the loaders give its examples again, unless it turns out that others have done
         the step with what this worker gave to it.
         """
-        group, strategy = self._group, self._session.strategy
-        if is_dropped:
+        steps = self.steps
+        if self.error is not None:
+            self.finite.after_optimizer()
             self._dropped = self._places()
             self._loaders.roll_back()
         else:
+            try:
+                super().step_ended()
+            except PeerLost as error:
+                self.go_on_without(error)
+                if self.steps == steps:
+                    self.strategy.steps += 1  # the optimizer has made the step, though nobody could share it
             self._loaders.mark()
+        self._change_generation()
+
+    @torch.no_grad()
+    def step_skipped(self) -> None:
+        """Takes part in the round of a step that was left out, then looks as after any other."""
+        self.is_between = False
+        if self.error is None:
+            try:
+                super().step_skipped()
+            except PeerLost as error:
+                self.go_on_without(error)
+        self._loaders.mark()
+        self._change_generation()
+
+    @torch.no_grad()
+    def _change_generation(self) -> None:
+        """Forms the next group, between two steps, if it is time."""
+        group, strategy = self._elastic, self.strategy
         self.is_between = True
         if self._restarted is not None and len(group.lost) > len(group.lost_notes):
             self._note_losses()
@@ -210,13 +297,17 @@ class ElasticTraining:
 
     def drop_step(self) -> None:
         """Ends the loop between two steps: what was taken for the next one comes again."""
-        self._session.interrupt()
+        self._hooks.pause()
         self._dropped = self._places()
         self._loaders.roll_back()
 
+    def take_up(self) -> Literal["taken over", "exact", "common"] | None:
+        """Goes on from those who have trained, or from a checkpoint."""
+        return "taken over" if self.take_over() else super().take_up()
+
     def take_over(self) -> bool:
         """Takes from those who have trained what this worker lacks; False if nobody has. Collective."""
-        session, strategy, group = self._session, self._session.strategy, self._session.group
+        strategy, group = self.strategy, self.group
         own = _Account(
             group.rank,
             self.has_trained,
@@ -227,8 +318,8 @@ class ElasticTraining:
             self._size,
             self._places(),
             self._dropped,
-            self._told(self._group.left_notes),
-            self._told(self._group.lost_notes),
+            self._told(self._elastic.left_notes),
+            self._told(self._elastic.lost_notes),
         )
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         if self._restarted is not None:
@@ -256,11 +347,11 @@ class ElasticTraining:
         if not self.has_trained:
             newest = max(trained, key=lambda each: each.generation)
             self._size = newest.old_size  # what it has taken over is of so many workers
-        session.mark_equal()
+        self._equal_step = strategy.steps
         if self._restarted is not None:
-            strategy.checkpoints.find_folder(session)  # nothing is resumed from there, and more is saved
+            strategy.checkpoints.find_folder(self)  # nothing is resumed from there, and more is saved
         if group.rank == ahead.rank:
-            _tell(self._group, accounts, ahead.steps)
+            _tell(self._elastic, accounts, ahead.steps)
         return True
 
     # What a session has, and takes.
@@ -270,38 +361,34 @@ class ElasticTraining:
 
         Where gradients are shared there are no means, and buffers are each worker's own, and no part of it.
         """
-        if self._session.strategy.shares_gradients:
-            return self._state(self._buffers)
-        return self._state([name for name, tensor in self._session.named_tensors.items() if has_mean(tensor)])
+        if self.strategy.shares_gradients:
+            return self._state(self._model_buffers)
+        return self._state([name for name, tensor in self.named_tensors.items() if has_mean(tensor)])
 
     def _state(self, left_out: Collection[str] = ()) -> dict[str, Any]:
         """Gives what this worker has learned, but for tensors of these names."""
-        session = self._session
-        extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
+        extra = self.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
         return {
             "tensors": {
-                name: tensor.detach()
-                for name, tensor in session.named_tensors.items()
-                if name not in left_out
+                name: tensor.detach() for name, tensor in self.named_tensors.items() if name not in left_out
             },
             "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
-            "optimizer": session.optimizer.state_dict(),
-            "strategy": session.strategy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "strategy": self.strategy.state_dict(),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        session = self._session
         with torch.no_grad():
             for name, value in state["tensors"].items():
-                session.named_tensors[name].copy_(value)
+                self.named_tensors[name].copy_(value)
         if state["model"]:
-            session.model.load_state_dict(state["model"], strict=False)
-        session.optimizer.load_state_dict(state["optimizer"])
-        session.strategy.load_common_state(state["strategy"])
+            self.model.load_state_dict(state["model"], strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.strategy.load_common_state(state["strategy"])
 
     def _take_equal(self, ahead: Sequence[int]) -> None:
         """Takes the state that most of those hold who are furthest on, unless this worker holds it."""
-        group = self._session.group
+        group = self.group
         held = HeldState(self._common_state()) if group.rank in ahead else None
         names = share(group, "" if held is None else held.name)
         counted = collections.Counter(name for name in names if name)
@@ -309,16 +396,16 @@ class ElasticTraining:
         if group.rank in ahead and names[group.rank] != name:
             log.warning(
                 "rank %d differs from most other workers after step %d, and takes their model.",
-                group.rank, self._session.steps,
+                group.rank, self.steps,
             )  # fmt: skip
         donors = [rank for rank, theirs in enumerate(names) if theirs == name]
         self._transfer(held, name, donors)
 
     def _take_mean(self, trained: Sequence[int], first: int) -> None:
         """Goes on from the mean of those who have trained; who has not takes the rest from the first."""
-        group = self._session.group
+        group = self.group
         is_trained = group.rank in trained
-        means = [tensor.detach() for tensor in self._session.named_tensors.values() if has_mean(tensor)]
+        means = [tensor.detach() for tensor in self.named_tensors.values() if has_mean(tensor)]
         if len(trained) > 1 or len(trained) < group.size:
             with torch.no_grad():
                 for bucket, members in packed_on_devices(means):
@@ -337,7 +424,7 @@ class ElasticTraining:
         self, held: HeldState | None, name: str, donors: Sequence[int], takers: Sequence[int] | None = None
     ) -> None:
         """Moves a state from the donors to the takers, by default all others. Collective."""
-        group = self._session.group
+        group = self.group
         takers = [rank for rank in range(group.size) if rank not in donors] if takers is None else takers
         if not takers or self._take_directly(held, name, donors, takers):
             return
@@ -350,7 +437,7 @@ class ElasticTraining:
         self, held: HeldState | None, name: str, donors: Sequence[int], takers: Sequence[int]
     ) -> bool:
         """Lets the takers ask the donors; says whether all of them have the state now. Collective."""
-        group, make_transport = self._session.group, self._group.make_transport
+        group, make_transport = self.group, self._elastic.make_transport
         if make_transport is None:
             return False
         with contextlib.ExitStack() as stack:
@@ -379,7 +466,7 @@ class ElasticTraining:
 
     def _take_buffers(self, trained: Sequence[int], first: int) -> None:
         """Gives those who have not trained the first one's buffers; the others keep their own. Collective."""
-        group, buffers = self._session.group, self._buffers
+        group, buffers = self.group, self._model_buffers
         if not buffers or len(trained) == group.size:
             return
         state = take_state(group, lambda: {name: buffer.detach() for name, buffer in buffers.items()}, first)
@@ -389,14 +476,14 @@ class ElasticTraining:
                     buffer.copy_(state[name])
 
     @property
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def _model_buffers(self) -> dict[str, torch.Tensor]:
         """Finds the model's buffers, which differ from worker to worker where gradients are shared."""
-        known = {id(buffer) for buffer in self._session.model.buffers()}
-        return {name: one for name, one in self._session.named_tensors.items() if id(one) in known}
+        known = {id(buffer) for buffer in self.model.buffers()}
+        return {name: one for name, one in self.named_tensors.items() if id(one) in known}
 
     def _divide_anew(self, trained: Sequence[_Account], first: int) -> None:
         """Divides what is left of the loaders' epochs among those who are there now."""
-        group, loaders = self._session.group, self._loaders
+        group, loaders = self.group, self._loaders
         if not self._is_first:
             return  # the loaders are the group's: they have been divided with its first session
         newest = max(each.generation for each in trained)
@@ -404,7 +491,7 @@ class ElasticTraining:
         size = known[0].old_size
         left = {rank: note.places for each in known for rank, note in each.left.items()}
         # with equal gradients a step counts for all workers, or is done again by the others
-        is_equal = self._session.strategy.shares_gradients
+        is_equal = self.strategy.shares_gradients
         lost = {} if is_equal else {rank: note for each in known for rank, note in each.lost.items()}
         states = take_state(group, self._loader_states, first)
         most_per_step = loaders.items_per_step
@@ -437,7 +524,7 @@ class ElasticTraining:
 
     def note(self, num_ahead: int = 0) -> bytes:
         """Says how far this worker is, and how many steps more it may do before it says so again."""
-        strategy = self._session.strategy
+        strategy = self.strategy
         num_since = strategy.steps % strategy.options.local_steps
         return msgspec.msgpack.encode(_Note(self._generation, self._places(), num_since, num_ahead))
 
@@ -446,11 +533,11 @@ class ElasticTraining:
 
         Where gradients are equal the others know it: a step counts for all, or is done again.
         """
-        steps, epochs = self._session.steps, self._loaders.epochs
+        steps, epochs = self.steps, self._loaders.epochs
         if steps >= self._tell_step or epochs != self._told_epochs:
-            num_ahead = self._group.link.num_steps_in(_TELL_EVERY_S)
+            num_ahead = self._elastic.link.num_steps_in(_TELL_EVERY_S)
             self._tell_step, self._told_epochs = steps + num_ahead, epochs
-            self._group.link.send(Progress(self.note(num_ahead)))
+            self._elastic.link.send(Progress(self.note(num_ahead)))
 
     def _told(self, notes: Mapping[int, bytes]) -> dict[int, _Note]:
         """Finds, by rank of the last generation, what those have said who have gone.
@@ -474,7 +561,7 @@ class ElasticTraining:
 
     # What is left to the process that is started in the place of this one.
 
-    def _take_up(self, restarted: RestartedGroup) -> None:
+    def _take_back(self, restarted: RestartedGroup) -> None:
         """Takes what was left to this session, as if it had been there in the generation before."""
         kept = restarted.memory.take(self._number)
         if kept is None:
@@ -483,7 +570,7 @@ class ElasticTraining:
             "what this worker has left before it was started anew",
             next_step="build them alike at each start; end torchrun and start it again to begin anew.",
         ):
-            there = {name: tensor.shape for name, tensor in self._session.named_tensors.items()}
+            there = {name: tensor.shape for name, tensor in self.named_tensors.items()}
             if there != {name: tensor.shape for name, tensor in kept["tensors"].items()}:
                 raise ValueError("its parameters and buffers have other names or shapes")
             self._load(kept)
@@ -491,8 +578,8 @@ class ElasticTraining:
         self._generation, self._rank, self._size = kept["place"]
         self._numbers = list(range(self._size))
         self._dropped = kept["dropped"]
-        self._session.strategy.checkpoints.ask_random(kept["random"])
-        self._group.lost_notes.update({int(rank): bytes.fromhex(note) for rank, note in kept["notes"]})
+        self.strategy.checkpoints.ask_random(kept["random"])
+        self._elastic.lost_notes.update({int(rank): bytes.fromhex(note) for rank, note in kept["notes"]})
         if self._is_first:
             self._waiting_states = kept["loaders"]
             self._loaders.load(kept["loaders"])
@@ -503,10 +590,10 @@ class ElasticTraining:
 
         Nothing where torchrun starts none.
         """
-        restarted, session = self._restarted, self._session
+        restarted = self._restarted
         if restarted is None:
             return
-        link, strategy = restarted.restart_link, session.strategy
+        link, strategy = restarted.restart_link, self.strategy
         if not link.is_stopping and not link.has_restarts_left:
             return
         self._note_losses()
@@ -517,7 +604,7 @@ class ElasticTraining:
             "dropped": self._dropped,
             "loaders": self._loader_states(),
             "lost": self._loaders.lost(),
-            "notes": [[rank, note.hex()] for rank, note in self._group.lost_notes.items()],
+            "notes": [[rank, note.hex()] for rank, note in self._elastic.lost_notes.items()],
             "random": states_of_process(),
         }
         try:
@@ -532,14 +619,14 @@ class ElasticTraining:
 
     def _note_losses(self) -> None:
         """Notes where workers may have been that are lost: nobody has heard it from themselves."""
-        for rank in self._group.lost:
-            if rank not in self._group.lost_notes:
-                self._group.lost_notes[rank] = msgspec.msgpack.encode(self._guess(self._places()))
+        for rank in self._elastic.lost:
+            if rank not in self._elastic.lost_notes:
+                self._elastic.lost_notes[rank] = msgspec.msgpack.encode(self._guess(self._places()))
 
     def _guess(self, places: list[Any]) -> _Note:
         """Says where a worker may be that is lost: as far as those places, give or take a round."""
-        period = self._session.options.local_steps
-        num_since = self._session.steps % period or period
+        period = self.options.local_steps
+        num_since = self.steps % period or period
         return _Note(self._generation, places, num_since, period)
 
     @property
@@ -549,26 +636,26 @@ class ElasticTraining:
 
     def _entered(self) -> None:
         """Takes note that the session has started in the present generation."""
-        form, old_size = self._group.form, self._size
+        form, old_size = self._elastic.form, self._size
         assert form is not None, "no generation"
         is_new, self.has_trained, self.is_whole, self.error = not self.has_trained, True, True, None
-        self._group.left_notes.clear()
-        self._group.lost_notes.clear()
-        self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
-        self._numbers = [place.number for place in form.places[self._group.num_servers :]]
+        self._elastic.left_notes.clear()
+        self._elastic.lost_notes.clear()
+        self._generation, self._rank, self._size = form.generation, self._elastic.rank, self._elastic.size
+        self._numbers = [place.number for place in form.places[self._elastic.num_servers :]]
         self._dropped, self._tell_step = [], 0
         self._waiting_states = []
         if self._restarted is not None:
             self._restarted.memory.discard(self._number)
         self.is_between = True
         if self._is_first:
-            self._group.link.trains_on(self._session.strategy.steps)
-            if not self._session.strategy.shares_gradients:
+            self._elastic.link.trains_on(self.strategy.steps)
+            if not self.strategy.shares_gradients:
                 self._tell_progress()
         has_changed = old_size and old_size != self._size
         is_new_process = is_new or self._restarted is not None
         self._change = (old_size, self._size) if is_new_process and has_changed else None
-        for follow in self.followers if has_changed else ():
+        for follow in self._followers if has_changed else ():
             follow(old_size, self._size)
 
 
@@ -577,7 +664,7 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
     while True:
         attached = _sessions[group]
         states = [_put_aside(each) for each in attached]
-        steps = max((each._session.steps for each in attached), default=0)
+        steps = max((each.steps for each in attached), default=0)
         is_fresh = not any(each.has_trained for each in attached)
         try:
             note = attached[0].note() if attached else b""
@@ -585,13 +672,16 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
                 _abandon(attached)
             group.regroup(steps, is_fresh=is_fresh, error=error, note=note)
         except LeavingRun as leaving:
-            _leave(attached, leaving)
+            log.warning("this worker leaves: %s", leaving.what)
+            _abandon(attached)
+            tell_launcher(phase="left")
+            raise SystemExit(0) from None
         if group.is_restarted:
             return
         try:
             for each, state in zip(attached, states, strict=True):
-                each._session.take_group(each._session.group, state)
-                each._session.enter(should_start_equal=True)
+                each.take_group(each.group, state)
+                each.enter(should_start_equal=True)
                 each._entered()
         except PeerLost as failure:
             error = failure
@@ -599,38 +689,28 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
             return
 
 
-def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
+def _put_aside(session: ElasticSession) -> dict[str, Any]:
     """Takes a session out of the present group; gives the strategy's state."""
-    session = elastic._session
     strategy = session.strategy
-    if not elastic.has_trained or elastic.is_whole:
-        state: dict[str, Any] = {
-            "strategy": strategy.name,
-            "steps": strategy.steps,
-            "rounds": strategy.rounds,
-        }
+    if not session.has_trained or session.is_whole:
+        counts = {"steps": strategy.steps, "rounds": strategy.rounds}
+        state: dict[str, Any] = {"strategy": strategy.name, **counts}
         with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
             state = strategy.state_at_end()
-        elastic.kept_state = state
-    if elastic.is_whole:
-        elastic.keep()
-    elastic.is_whole = elastic.is_between = False
-    if session.is_in_group:
-        session.suspend()
-    return elastic.kept_state
+        session.kept_state = state
+    if session.is_whole:
+        session.keep()
+    session.is_whole = session.is_between = False
+    if session.is_in_group:  # the optimizer's own hooks are running, and stay
+        session._hooks.pause()
+        session._detach(should_leave=False, is_failed=True)
+    return session.kept_state
 
 
-def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
-    log.warning("this worker leaves: %s", leaving.what)
-    _abandon(attached)
-    tell_launcher(phase="left")
-    raise SystemExit(0)
-
-
-def _abandon(attached: Sequence[ElasticTraining]) -> None:
+def _abandon(attached: Sequence[ElasticSession]) -> None:
+    """Ends sessions without a word to the group, which this worker has left."""
     for each in list(attached):
-        each.ended()
-        each._session.abandon()
+        each.close(is_failed=True)
 
 
 def _stop_between(group: ElasticGroup) -> None:

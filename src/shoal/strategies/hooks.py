@@ -73,12 +73,7 @@ class LoopHooks:
         self._model = session.model
         self._optimizer = session.optimizer
         self._trainable = session.trainable
-        self._hear: Callable[[torch.Tensor], None] | None = None
-        """Tells the strategy of a gradient; None where it does not listen."""
-        if self._strategy.hears("gradient_ready"):
-            self._hear = session.gradient_ready
-            if session.elastic is None:  # no loss is to be caught: one call less for each parameter
-                self._hear = partial(self._strategy.gradient_ready, session)
+        self._hear = session.gradient_listener
         self._hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._rates: list[Any] = []

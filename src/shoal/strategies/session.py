@@ -29,10 +29,8 @@ from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
 from shoal.group.wrappers import ShardReplicas, lost_mate
 from shoal.strategies.averaging import average, average_buffers, copy_buffers
-from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.nonfinite import FiniteCheck
-from shoal.strategies.registry import has_own_channel
 from shoal.strategies.start import (
     device_of,
     named_tensors,
@@ -139,11 +137,6 @@ class TrainingSession:
         """The step after which all models were equal the last time."""
         self._announced: list[int] = []
         """Lost peers that were announced."""
-        elastic = elastic_of(self.group)
-        if elastic is not None and elastic.is_restarted and (self.is_sharded or has_own_channel(strategy)):
-            elastic = None  # torch's own, which knows of no other group
-        self.elastic = None if elastic is None else ElasticTraining(self, elastic)
-        """What this session does where workers come and go; None elsewhere."""
         self._hooks = LoopHooks(self)
 
     # What a strategy works with.
@@ -350,13 +343,14 @@ class TrainingSession:
     def open(self, *, should_start_equal: bool) -> None:
         """Starts all workers alike, and listens to the loop from now on. Collective."""
         try:
-            if self.elastic is None:
-                self.enter(should_start_equal=should_start_equal)
-            else:
-                self.elastic.begin(should_start_equal=should_start_equal)
+            self._begin(should_start_equal=should_start_equal)
         except BaseException:
             self.close(is_failed=True)
             raise
+
+    def _begin(self, *, should_start_equal: bool) -> None:
+        """Starts for the first time, or from a checkpoint. Collective."""
+        self.enter(should_start_equal=should_start_equal)
 
     def enter(self, *, should_start_equal: bool) -> None:
         """Starts in the group as it is now. Collective; who fails here is to detach."""
@@ -393,7 +387,8 @@ class TrainingSession:
             note_attached(self)
         self.group.should_survive = all(survivals_of(self.group))
         self._hooks.listen()
-        if self.group.size > 1 or self.elastic is not None or strategy.checkpoints.folder is not None:
+        is_alone_for_good = self.group.size == 1 and elastic_of(self.group) is None
+        if not is_alone_for_good or strategy.checkpoints.folder is not None:
             # who is alone, and keeps no checkpoints, owes nobody an end
             atexit.register(self._close_at_exit, os.getpid(), getattr(sys, "last_value", None))
         strategy.checkpoints.restore_random()
@@ -420,24 +415,6 @@ class TrainingSession:
         self.take_group(group, state)
         self.open(should_start_equal=True)
 
-    def mark_equal(self) -> None:
-        """Takes note that all members have equal models now."""
-        self._equal_step = self.strategy.steps
-
-    def abandon(self) -> None:
-        """Ends without a word to the group, which this worker has left."""
-        self.is_open = False
-        self._hooks.remove()
-
-    def interrupt(self) -> None:
-        """Forgets what the loop has done since the last step, which counts for nothing."""
-        self._hooks.pause()
-
-    def suspend(self) -> None:
-        """Gives the model back between two steps, inside of the optimizer's hooks; `enter` comes later."""
-        self._hooks.pause()
-        self._detach(should_leave=False, is_failed=True)
-
     def take_group(self, group: Group, state: Mapping[str, Any]) -> None:
         """Belongs to another group, or to one that has become another, from now on; with the common state."""
         strategy = self.strategy
@@ -454,8 +431,6 @@ class TrainingSession:
         torchrun has restarted the workers. One that has come to a run, or was started anew, has the learning
         rate of before, so that there it is called at once.
         """
-        if self.elastic is not None:
-            self.elastic.follow(follow)
         return follow
 
     def settle(self) -> None:
@@ -469,10 +444,6 @@ class TrainingSession:
         self.is_open = False
         num_missed = self._hooks.remove()
         should_leave = not self.stays
-        if self.elastic is not None:
-            self.elastic.ended(is_failed=is_failed)
-            if not self.is_in_group:
-                return
         if not is_failed:
             try:
                 for _ in range(num_missed):
@@ -499,8 +470,8 @@ class TrainingSession:
             return
         try:
             is_failed = has_failed(earlier_error)
-            if is_failed and self.elastic is not None:
-                self.elastic.fail(getattr(sys, "last_value", None))
+            if is_failed:
+                self.fail(getattr(sys, "last_value", None))
             self.close(is_failed=is_failed)
         except BaseException as error:  # noqa: BLE001 - shown as any other, and the group ends as failed
             sys.last_value = error
@@ -517,19 +488,20 @@ class TrainingSession:
         loss = None
         if isinstance(self.group, ShardReplicas) and isinstance(error, RuntimeError):
             loss = self.group.find_lost_mate()  # which torch's collectives do not name
-        if error is not None and self.elastic is not None:
-            self.elastic.fail(error)
+        if error is not None:
+            self.fail(error)
         self.close(is_failed=error is not None)
         if loss is not None:
             raise lost_mate(loss) from error
 
+    def fail(self, error: object) -> None:
+        """Takes note of what has ended the loop, before `close`; there is nothing to do for it here."""
+
     def take_up(self) -> Literal["taken over", "exact", "common"] | None:
-        """Goes on from those who have trained, where workers come and go, or from a checkpoint. Collective.
+        """Goes on from a checkpoint, or from those who have trained where workers come and go. Collective.
 
         Tells which it was, and of a checkpoint what `RunCheckpoints.resume` does; None for a fresh start.
         """
-        if self.elastic is not None and self.elastic.take_over():
-            return "taken over"
         return self.strategy.checkpoints.resume(self)
 
     def start_equal(self, *, should_start_equal: bool) -> None:
@@ -626,29 +598,19 @@ class TrainingSession:
 
     def forward_ended(self) -> None:
         """Is called after a whole forward, in training with gradients."""
-        self._while_sharing(self.strategy.after_forward)
+        self.strategy.after_forward(self)
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Is called in backward for each parameter whose `.grad` has got its new value."""
-        self._while_sharing(self.strategy.gradient_ready, parameter)
+    @property
+    def gradient_listener(self) -> Callable[[torch.Tensor], None] | None:
+        """Is called in backward for each parameter whose `.grad` has got its new value; None: nobody listens.
 
-    def _while_sharing(self, act: Callable[..., None], *args: Any) -> None:
-        """Lets the strategy act between two steps, unless workers come and go and nobody is to share with."""
-        if self.elastic is None:
-            act(self, *args)
-        elif self.elastic.can_share:
-            was_between, self.elastic.is_between = self.elastic.is_between, False
-            try:
-                act(self, *args)
-            except PeerLost as error:
-                self.go_on_without(error)
-            self.elastic.is_between = was_between
+        It is the strategy's own method: to pass through one of the session would cost a call a parameter.
+        """
+        return partial(self.strategy.gradient_ready, self) if self.strategy.hears("gradient_ready") else None
 
     def go_on_without(self, error: PeerLost) -> None:
-        """Goes on where workers come and go, after a loss has ended what was done; elsewhere raises it."""
-        if self.elastic is None or self.has_closure:
-            raise error
-        self.elastic.interrupt(error)
+        """Raises the error, but where a session can go on in another group."""
+        raise error
 
     # Autograd sees nothing of what strategies do around a step: a vector that it tracked would only grow.
     # `set_grad_enabled` in a block takes 1.4 µs, `no_grad` as a decorator 3.5.
@@ -656,11 +618,6 @@ class TrainingSession:
     def step_begins(self, num_missed: int) -> float:
         """Prepares the optimizer's step, after `num_missed` skipped ones; returns the factor on its rates."""
         strategy = self.strategy
-        if self.elastic is not None:
-            self.elastic.is_between = False
-            if self.elastic.error is not None:
-                self.finite.hide_gradients()  # the step is dropped as a whole, on all workers
-                return 1.0
         if not self.is_alone:
             if self._not_shared is not None:
                 self.refuse_foreign()  # it may have come after attach
@@ -676,52 +633,26 @@ class TrainingSession:
                 self.finite.before_step(strategy.steps)
             if self._monitors is not None:
                 self._monitors.observe_locally(self.group, self.trainable, is_skipped=self.is_left_out)
-            try:
-                if self._acts_before_step:
-                    with torch.set_grad_enabled(False):
-                        strategy.before_step(self)
-                else:
-                    self.check_lost_peers()
-            except PeerLost as error:
-                self.go_on_without(error)
-                self.finite.hide_gradients()
+            if self._acts_before_step:
+                with torch.set_grad_enabled(False):
+                    strategy.before_step(self)
+            else:
+                self.check_lost_peers()
         factor = strategy.options.rate_factor(strategy.steps) if self._has_own_rates else 1.0
         return factor / strategy.rate_divisor if self._divides_rates else factor
 
     def step_ended(self) -> None:
         """Is called after the optimizer's step."""
-        strategy, elastic, steps = self.strategy, self.elastic, self.strategy.steps
         if self.finite.is_hiding:
             self.finite.after_optimizer()
-        is_dropped = elastic is not None and elastic.error is not None  # the optimizer found no gradients
         with torch.set_grad_enabled(False):
-            if not is_dropped:
-                try:
-                    if not self.is_alone:
-                        strategy.after_step(self)
-                    self._count_step()
-                except PeerLost as error:
-                    self.go_on_without(error)
-                    if strategy.steps == steps:
-                        strategy.steps += 1  # the optimizer has made the step, though nobody could share it
-            if elastic is not None:
-                elastic.step_ended(is_dropped=is_dropped)
+            if not self.is_alone:
+                self.strategy.after_step(self)
+            self._count_step()
 
     @torch.no_grad()
     def step_skipped(self) -> None:
         """Is called instead of both, when the optimizer did not step after a backward pass."""
-        if self.elastic is None:
-            self._skip_step()
-            return
-        self.elastic.is_between = False
-        if self.elastic.error is None:
-            try:
-                self._skip_step()
-            except PeerLost as error:
-                self.go_on_without(error)
-        self.elastic.step_ended(is_dropped=False)
-
-    def _skip_step(self) -> None:
         if not self.is_alone:
             if self._counter is not None:
                 self._publish_step(self._counter)

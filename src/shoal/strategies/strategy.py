@@ -26,6 +26,7 @@ from shoal.group.solo import SoloGroup
 from shoal.group.wrappers import ShardReplicas
 from shoal.strategies.averaging import common_model, consensus_distance
 from shoal.strategies.checkpointing import RunCheckpoints
+from shoal.strategies.elastic import ElasticSession, session_kind
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.registry import warn_of_ignored_flags
@@ -234,10 +235,10 @@ class Strategy:
             raise UsageError(
                 f"this {self.name} is attached already.", next_step="make one strategy for each model."
             )
-        session = TrainingSession(self, model, optimizer, stays=stays)
+        session = session_kind(self, model)(self, model, optimizer, stays=stays)
         session.refuse_foreign()
         warn_of_ignored_flags(self)
-        tell_launcher(survives_loss=self.survives_loss or session.elastic is not None)
+        tell_launcher(survives_loss=self.survives_loss or isinstance(session, ElasticSession))
         session.open(should_start_equal=should_start_equal)
         return session
 
