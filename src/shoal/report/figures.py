@@ -1,23 +1,21 @@
 """Figures of plotly as plain dictionaries: a page draws them, and `Report.figure` returns them.
 
 Colours are those of a page's light theme: the page exchanges them where it is dark, and fits ticks and labels
-to its width (`assets/drawing.js`). Also what people who work in Python ask for: reports as tables of pandas.
+to its width (`assets/drawing.js`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ReportError, UsageError, did_you_mean
+from shoal.core.errors import UsageError, did_you_mean
 from shoal.report.curves import WORKERS, Histogram, Line, averaged, axes_of
 from shoal.report.diff import TONES, RowDiff
-from shoal.report.schema import Curve, Report, Row, Scalar
+from shoal.report.schema import Curve, Report, Row, Scalar, library
 from shoal.report.statistics import (
     PERCENTILES,
     half_interval,
@@ -28,36 +26,15 @@ from shoal.report.statistics import (
     percentiles,
     start_medians,
 )
-from shoal.report.storage import load
 from shoal.report.units import Scale, counted, scale_for
 from shoal.report.views import Group, group_of, shared_key, short_label, verdict_text
-from shoal.report.words import benchmark_words, key_words, metric_words, scale_of, sentence_case
+from shoal.report.words import benchmark_words, key_words, metric_title, metric_words, scale_of, sentence_case
 
+Trace = dict[str, Any]
 Figure = dict[str, Any]
 """`data` and `layout` as plotly has them. `layout.meta` says what kind it is and what a page has to fit."""
 
 # --- from Python ---
-
-
-def read_report(path: Path | str) -> Report:
-    """Opens a report that a benchmark has saved, also an earlier version's. ReportError for what is none."""
-    return load(path)
-
-
-def to_pandas(report: Report) -> Any:
-    """A DataFrame with a line for each sample: the entries of its key, metric, unit, start and value.
-
-    A row that failed has one line, without a value, and with its error. ReportError where pandas is missing.
-    """
-    pandas = _library("pandas", "pip install pandas")
-    lines: list[dict[str, Any]] = []
-    for row in report.rows:
-        about = {**row.key, "metric": row.metric, "unit": row.unit, "direction": row.direction}
-        for number, samples in enumerate(row.starts):
-            lines += [{**about, "start": number, "value": value} for value in samples]
-        if row.error is not None:
-            lines.append({**about, "error": row.error})
-    return pandas.DataFrame(lines)
 
 
 def figure(report: Report, metric: str | None = None, over: str | None = None) -> Any:
@@ -66,7 +43,7 @@ def figure(report: Report, metric: str | None = None, over: str | None = None) -
     `metric` is the first curve's, or the first row's, unless it is given; `over` is the axis of curves (`s`,
     `bytes`, `step`, …). UsageError for what the report does not have, ReportError where plotly is missing.
     """
-    plotly = _library("plotly.graph_objects", "pip install 'shoal[report]'")
+    plotly = library("plotly.graph_objects", "pip install 'shoal[report]'")
     curves = {curve.metric: True for curve in report.curves}
     rows = {row.metric: True for row in report.rows if row.starts}
     chosen = metric or next(iter((*curves, *rows)), "")
@@ -108,14 +85,6 @@ def _called(item: Row | Curve, shared: Mapping[str, Scalar]) -> str:
     return str(own[0]) if len(own) == 1 else short_label(item, dict(shared))
 
 
-def _library(name: str, install: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ReportError(f"This needs {package}, which is not installed", next_step=install) from error
-
-
 # --- colours, text, axes ---
 
 NUM_COLOURS = 12
@@ -151,7 +120,7 @@ def _faded(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def short(values: Sequence[float]) -> list[float]:
+def short(values: Iterable[float]) -> list[float]:
     """Numbers in as many digits as a picture shows, so that pages stay small."""
     rounded = [found if math.isfinite(found := float(f"{value:.4g}")) else value for value in values]
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
@@ -162,23 +131,54 @@ def _safe(words: str) -> str:
     return escape(words, quote=False).replace("%{", "&#37;{")
 
 
-def _title(words: str) -> dict[str, Any]:
-    return {"text": _safe(words), "standoff": 6}
-
-
-def _layout(kind: str, height: int, **parts: Any) -> dict[str, Any]:
-    margin = {"l": 6, "r": 14, "t": 8, "b": 36}
-    meta = {"kind": kind, **parts.pop("meta", {})}
-    return {
+def _figure(
+    kind: str,
+    height: float,
+    traces: list[Trace],
+    x: dict[str, Any],
+    y: dict[str, Any],
+    margin: Mapping[str, int] | None = None,
+    **layout: Any,
+) -> Figure:
+    """A figure of some height in pixels; `layout` may have what `meta` says beside the kind."""
+    layout = {
         "height": height,
-        "margin": margin,
+        "margin": {"l": 6, "r": 14, "t": 8, "b": 36, **(margin or {})},
         "showlegend": False,
         "hovermode": "closest",
-        "meta": meta,
-    } | parts
+        "xaxis": x,
+        "yaxis": y,
+        **layout,
+        "meta": {"kind": kind, **layout.get("meta", {})},
+    }
+    return {"data": traces, "layout": layout}
 
 
-def _decades(values: Sequence[float]) -> dict[str, Any]:
+def _axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": _safe(title), "standoff": 6}, "zeroline": False, **more}
+
+
+def _points(mode: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    """A trace of plotly's kind 'scatter': lines, markers or text at points."""
+    return {"type": "scatter", "mode": mode, "x": x, "y": y, **more}
+
+
+def _note(text: str, x: float, y: float, yref: str = "paper", **more: Any) -> dict[str, Any]:
+    """An annotation without an arrow, above its place."""
+    return {"x": x, "y": y, "yref": yref, "yanchor": "bottom", "showarrow": False, "text": text, **more}
+
+
+def _whiskers(
+    values: Sequence[float], lows: Sequence[float], highs: Sequence[float], factor: float, **look: Any
+) -> dict[str, Any]:
+    """Error bars from the lows to the highs."""
+    above = short((high - value) / factor for high, value in zip(highs, values, strict=True))
+    below = short((value - low) / factor for low, value in zip(lows, values, strict=True))
+    ends = {"array": [max(0, each) for each in above], "arrayminus": [max(0, each) for each in below]}
+    return {"type": "data", "symmetric": False, **look, **ends}
+
+
+def _decades(values: Iterable[float]) -> dict[str, Any]:
     """A logarithmic axis with ticks at 1, 2, 5 where there are few decades."""
     ends = [value for value in values if math.isfinite(value)] or [1.0]
     low, high = math.log10(min(ends)), math.log10(max(ends))
@@ -203,12 +203,8 @@ def _tick(value: float) -> str:
     return f"{value:,.6g}" if 1e-3 <= value < 1e6 else f"{value:.0e}".replace("e+0", "e").replace("e-0", "e−")
 
 
-def _axis_title(metric: str, unit: str) -> str:
-    return _with_unit(sentence_case(metric_words(metric)), unit)
-
-
 def _with_unit(words: str, unit: str) -> str:
-    """Words of rates say themselves that they are of a second."""
+    """A title of an axis; words of rates say themselves that they are of a second."""
     return words if unit in {"", "/s"} else f"{words} ({unit})"
 
 
@@ -231,58 +227,51 @@ class Chart:
         """One for each axis; `series` has the label and the number of the colour of each."""
         values = [y for lines in self.lines for drawn in lines for y in drawn.line.mean]
         scale = scale_of(self.metric, self.unit, values)
-        return [
-            self._figure(axis, lines, scale, series, values)
-            for axis, lines in zip(self.axes, self.lines, strict=True)
-        ]
+        title = _with_unit(metric_title(self.metric), scale.unit)
+        is_log, has_zeros = _wants_log(values)
+        y = _axis(title)
+        if is_log:
+            title += ", logarithmic" + (", without zeros" if has_zeros else "")
+            y = _axis(title, **_decades(value / scale.factor for value in values if value > 0))
+        elif len(self.axes) == 1 and values and min(values) >= 0:
+            y["rangemode"] = "tozero"
+        pairs = zip(self.axes, self.lines, strict=True)
+        return [self._along(axis, lines, y, scale, series, is_log=is_log) for axis, lines in pairs]
 
-    def _figure(
+    def _along(
         self,
         axis: str,
         lines: Sequence[_Drawn],
+        y: dict[str, Any],
         scale: Scale,
         series: Sequence[tuple[str, int]],
-        values: Sequence[float],
+        *,
+        is_log: bool,
     ) -> Figure:
-        is_log, has_zeros = _wants_log(values)
-        ends = [max(drawn.line.x) for drawn in lines if max(drawn.line.x) > 0]
+        ends = [end for drawn in lines if (end := max(drawn.line.x)) > 0]
         unit = AXES.get(axis, ("", ""))[1]
         along = scale_for(unit, max(ends, default=1.0))
         # those who send much and those who send little are both to be seen
         is_log_x = axis == "bytes" and bool(ends) and max(ends) > LOG_RATIO / 2 * min(ends)
-        x: dict[str, Any] = {"title": _title(_axis_words(axis, along.unit, unit)), "zeroline": False}
-        along_values = [value / along.factor for drawn in lines for value in drawn.line.x if value > 0]
-        if axis in (WORKERS, "num_clients") and along_values:
-            x |= _doublings(along_values)
-        elif is_log_x and along_values:
-            x |= _decades(along_values)
-        y: dict[str, Any] = {"zeroline": False}
-        title = _axis_title(self.metric, scale.unit)
-        unseen: list[str] = []
-        if is_log:
-            unseen = [
-                series[drawn.series][0] for drawn in lines if drawn.series >= 0 and not any(drawn.line.mean)
-            ]
-            title += ", logarithmic" + (", without zeros" if has_zeros else "")
-            y |= _decades([value / scale.factor for value in values if value > 0])
-        elif len(self.axes) == 1 and values and min(values) >= 0:
-            y["rangemode"] = "tozero"
-        y["title"] = _title(title)
-        traces: list[dict[str, Any]] = []
-        for drawn in lines:
-            traces += drawn.traces(series, _Axes(along, scale, axis, is_log_x, is_log))
-        layout = _layout("lines", 300, xaxis=x, yaxis=y)
-        if unseen:
-            said = f"{' and '.join(map(_safe, dict.fromkeys(unseen)))}: always 0, not drawn"
-            layout["annotations"] = [
-                {
-                    "xref": "paper", "x": 1, "xanchor": "right", "yref": "paper", "y": 1.02,
-                    "yanchor": "bottom", "showarrow": False, "text": said,
-                    "font": {"size": _SMALL, "color": PALETTE["muted"]},
-                }
-            ]  # fmt: skip
-            layout["margin"] |= {"t": 22}
-        return {"data": traces, "layout": layout}
+        x = _axis(
+            sentence_case(axis_name(axis)) + (f" ({along.unit})" if along.unit not in {"", unit} else "")
+        )
+        places = [value / along.factor for drawn in lines for value in drawn.line.x if value > 0]
+        if axis in (WORKERS, "num_clients") and places:
+            x |= _doublings(places)
+        elif is_log_x:
+            x |= _decades(places)
+        axes = _Axes(along, scale, axis, is_log_x, is_log)
+        traces = [trace for drawn in lines for trace in drawn.traces(series, axes)]
+        unseen = [
+            series[drawn.series][0] for drawn in lines if drawn.series >= 0 and not any(drawn.line.mean)
+        ]
+        if not is_log or not unseen:
+            return _figure("lines", 300, traces, x, y)
+        said = f"{' and '.join(map(_safe, dict.fromkeys(unseen)))}: always 0, not drawn"
+        font = {"size": _SMALL, "color": PALETTE["muted"]}
+        note = _note(said, 1, 1.02, xref="paper", xanchor="right", font=font)
+        return _figure("lines", 300, traces, x, y, {"t": 22}, annotations=[note])
 
 
 @dataclass(frozen=True)
@@ -305,73 +294,60 @@ class _Drawn:
     report: int
     style: str
 
-    def traces(self, series: Sequence[tuple[str, int]], axes: _Axes) -> list[dict[str, Any]]:
+    def traces(self, series: Sequence[tuple[str, int]], axes: _Axes) -> list[Trace]:
         """The line, after its band where it has one."""
         is_ideal = self.style == "ideal"
         name, number = ("ideal", 0) if is_ideal else series[self.series]
         colour = PALETTE["muted"] if is_ideal else shade(number)
-        about: dict[str, Any] = {"type": "scatter", "legendgroup": name, "meta": {"series": self.series}}
-        kept = [index for index, x in enumerate(self.line.x) if not (axes.is_log_x and x <= 0)]
-        x = short([self.line.x[index] / axes.x.factor for index in kept])
-        y = self._scaled(self.line.mean, kept, axes)
-        low, high = (self._scaled(side, kept, axes) for side in (self.line.low, self.line.high))
+        about: dict[str, Any] = {"legendgroup": name, "meta": {"series": self.series}}
+        kept = [index for index, x in enumerate(self.line.x) if x > 0 or not axes.is_log_x]
+        x = short(self.line.x[index] / axes.x.factor for index in kept)
+        y, low, high = (
+            [
+                None if axes.is_log_y and number <= 0 else number
+                for number in short(side[index] / axes.y.factor for index in kept)
+            ]
+            for side in (self.line.mean, self.line.low, self.line.high)
+        )
         traces = []
         has_band = self.line.has_band and not is_ideal
         if has_band and self.style == "line":
             whole = [at for at in range(len(x)) if low[at] is not None and high[at] is not None]
-            traces.append(
-                about
-                | {
-                    "mode": "lines",
-                    "x": [x[at] for at in whole] + [x[at] for at in reversed(whole)],
-                    "y": [high[at] for at in whole] + [low[at] for at in reversed(whole)],
-                    "fill": "toself",
-                    "fillcolor": _faded(colour, 0.14),
-                    "line": {"width": 0},
-                    "hoverinfo": "skip",
-                    "showlegend": False,
-                }
-            )
+            there_and_back = [x[at] for at in whole] + [x[at] for at in reversed(whole)]
+            edge = [high[at] for at in whole] + [low[at] for at in reversed(whole)]
+            band: dict[str, Any] = {"fill": "toself", "fillcolor": _faded(colour, 0.14), "line": {"width": 0}}
+            band |= {"hoverinfo": "skip", "showlegend": False}
+            traces.append(_points("lines", there_and_back, edge, **about, **band))
         is_short = len(x) < 25 and self.style == "line"
         dash = {"ideal": "dot", "predicted": "dash"}.get(self.style, _DASHES[self.report % len(_DASHES)])
         said = f"{_safe(name)}{', predicted' if self.style == 'predicted' else ''}"
         where = f"%{{x:{_NUMBER}}} {_safe(axes.x.unit or axis_name(axes.along))}"
         hover = f"<b>{said}</b><br>%{{y:{_NUMBER}}} {_safe(axes.y.unit)} at {where}"
-        trace = about | {
-            "mode": "lines+markers" if self.style == "points" or is_short else "lines",
-            "name": _safe(name),
-            "x": x,
-            "y": y,
-            "line": {"color": colour, "width": 1.25 if is_ideal else 2, "dash": dash},
-            "marker": {"size": 4 if is_short else 7, "color": colour},
-        }
+        more: dict[str, Any] = {}
         if has_band:
-            trace["customdata"] = [[low[at], high[at]] for at in range(len(x))]
             hover += f"<br>runs: %{{customdata[0]:{_NUMBER}}} to %{{customdata[1]:{_NUMBER}}}"
-            if self.style == "points":
-                trace["error_y"] = _error_bars(self.line, axes.y.factor, colour)
-        return [*traces, trace | {"hovertemplate": f"{hover}<extra></extra>"}]
-
-    @staticmethod
-    def _scaled(values: Sequence[float], kept: Sequence[int], axes: _Axes) -> list[float | None]:
-        numbers = short([values[index] / axes.y.factor for index in kept])
-        return [None if axes.is_log_y and number <= 0 else number for number in numbers]
-
-
-def _error_bars(line: Line, factor: float, colour: str) -> dict[str, Any]:
-    above = short([(high - mean) / factor for high, mean in zip(line.high, line.mean, strict=True)])
-    below = short([(mean - low) / factor for low, mean in zip(line.low, line.mean, strict=True)])
-    style = {"type": "data", "symmetric": False, "color": colour, "thickness": 1, "width": 3}
-    return style | {"array": [max(0, each) for each in above], "arrayminus": [max(0, each) for each in below]}
+            more["customdata"] = [list(ends) for ends in zip(low, high, strict=True)]
+        if has_band and self.style == "points":
+            mean, least, most = self.line.mean, self.line.low, self.line.high
+            look = {"color": colour, "thickness": 1, "width": 3}
+            more["error_y"] = _whiskers(mean, least, most, axes.y.factor, **look)
+        line = _points(
+            "lines+markers" if self.style == "points" or is_short else "lines",
+            x,
+            y,
+            name=_safe(name),
+            line={"color": colour, "width": 1.25 if is_ideal else 2, "dash": dash},
+            marker={"size": 4 if is_short else 7, "color": colour},
+            hovertemplate=f"{hover}<extra></extra>",
+            **about,
+            **more,
+        )
+        return [*traces, line]
 
 
 def axis_name(axis: str) -> str:
     """What an axis is called for people."""
     return AXES[axis][0] if axis in AXES else key_words(axis)
-
-
-def _axis_words(axis: str, unit: str, own: str) -> str:
-    return sentence_case(axis_name(axis)) + (f" ({unit})" if unit and unit != own else "")
 
 
 def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
@@ -394,14 +370,27 @@ class IntervalBar:
 
     label: str
     value: float | None
-    low: float | None = None
-    high: float | None = None
+    ends: tuple[float, float] | None = None
     note: str = ""
     colour: int = 0
     metric: str = ""
     unit: str = ""
     is_reach: bool = False
     """Whether the ends are the least and the most that was measured, and no interval."""
+
+    def said(self, scale: Scale) -> str:
+        """What stands in its label: '2.00 s ± 0.48 · 3 runs'; a bar without a value has its note alone."""
+        if self.value is None:
+            return self.note
+        said = scale.format(self.value)
+        if self.ends is not None:
+            low, high = self.ends
+            above, below = high - self.value, self.value - low
+            if not self.is_reach and math.isclose(above, below, rel_tol=1e-6, abs_tol=1e-12):
+                said += f" ± {scale.number(above)}"
+            else:
+                said += f" ({scale.number(low)} to {scale.number(high)})"
+        return said + (f" · {self.note}" if self.note else "")
 
 
 FEW = 7
@@ -414,15 +403,15 @@ def bar_of(row: Row, label: str, colour: int = 0, least_deviation: float = 0.0) 
     `least_deviation` is the share of the mean that a start deviates by at least, as in `lead_of`.
     """
     medians = start_medians(row)
-    mean, is_single = mean_of(medians), len(medians) < 2
-    half = half_interval(medians, 0.0, least_deviation * abs(mean))
-    low, high = (None, None) if is_single else (mean - half, mean + half)
-    note = "one run" if is_single else f"{len(medians)} runs"
-    is_few = is_single and 1 < len(row.samples) <= FEW and min(row.samples) < max(row.samples)
-    if is_few:
-        note += f", {len(row.samples)} measurements"
-        low, high = min(row.samples), max(row.samples)
-    return IntervalBar(label, mean, low, high, note, colour, row.metric, row.unit, is_few)
+    mean = mean_of(medians)
+    if len(medians) > 1:
+        half = half_interval(medians, 0.0, least_deviation * abs(mean))
+        ends, note = (mean - half, mean + half), f"{len(medians)} runs"
+        return IntervalBar(label, mean, ends, note, colour, row.metric, row.unit)
+    if not 1 < len(row.samples) <= FEW or min(row.samples) == max(row.samples):
+        return IntervalBar(label, mean, None, "one run", colour, row.metric, row.unit)
+    ends, note = (min(row.samples), max(row.samples)), f"one run, {len(row.samples)} measurements"
+    return IntervalBar(label, mean, ends, note, colour, row.metric, row.unit, is_reach=True)
 
 
 def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
@@ -432,46 +421,23 @@ def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
     """
     first = bars[0]
     scale = scale_of(first.metric, first.unit, [bar.value for bar in bars if bar.value is not None])
-    labels, traces = [], []
-    for number, bar in enumerate(bars):
+    traces: list[Trace] = []
+    for place, bar in enumerate(bars):
         if bar.value is None:
-            labels.append(f"{bar.label}: {bar.note}")
             continue
-        about = scale.format(bar.value)
-        if bar.low is not None and bar.high is not None:
-            is_even = not bar.is_reach and math.isclose(
-                bar.high - bar.value, bar.value - bar.low, rel_tol=1e-6, abs_tol=1e-12
-            )
-            about += (
-                f" ± {scale.number(bar.high - bar.value)}"
-                if is_even
-                else f" ({scale.number(bar.low)} to {scale.number(bar.high)})"
-            )
-        about += f" · {bar.note}" if bar.note else ""
-        labels.append(f"{bar.label}: {about}")
-        colour = shade(bar.colour)
-        trace: dict[str, Any] = {
-            "type": "bar",
-            "orientation": "h",
-            "name": _safe(bar.label),
-            "x": short([bar.value / scale.factor]),
-            "y": [number + 0.5],
-            "width": 0.3,
-            "marker": {"color": _faded(colour, 0.75)},
-            "hovertemplate": f"<b>{_safe(bar.label)}</b><br>{_safe(about)}<extra></extra>",
-        }
-        if bar.low is not None and bar.high is not None:
+        name, x = _safe(bar.label), short([bar.value / scale.factor])
+        trace: Trace = {"type": "bar", "orientation": "h", "name": name, "x": x}
+        trace |= {"y": [place + 0.5], "width": 0.3}
+        trace["marker"] = {"color": _faded(shade(bar.colour), 0.75)}
+        trace["hovertemplate"] = f"<b>{name}</b><br>{_safe(bar.said(scale))}<extra></extra>"
+        if bar.ends is not None:
             # an interval that reaches below zero is cut where the bar begins
-            low, high = (max(0.0, bar.low) if bar.value >= 0 else bar.low), bar.high
-            trace["error_x"] = {
-                "type": "data", "symmetric": False, "color": PALETTE["ink"], "thickness": 1.5, "width": 4,
-                "array": short([(high - bar.value) / scale.factor]),
-                "arrayminus": short([(bar.value - low) / scale.factor]),
-            }  # fmt: skip
+            low = max(0.0, bar.ends[0]) if bar.value >= 0 else bar.ends[0]
+            look = {"color": PALETTE["ink"], "thickness": 1.5, "width": 4}
+            trace["error_x"] = _whiskers([bar.value], [low], [bar.ends[1]], scale.factor, **look)
         traces.append(trace)
-    title = _with_unit(what or sentence_case(metric_words(first.metric)), scale.unit)
-    x = {"title": _title(title), "rangemode": "tozero", "zeroline": False}
-    return {"data": traces, "layout": _stacked("bars", labels, 1, x)}
+    x_axis = _axis(_with_unit(what or metric_title(first.metric), scale.unit), rangemode="tozero")
+    return _stacked("bars", [f"{bar.label}: {bar.said(scale)}" for bar in bars], 1, traces, x_axis)
 
 
 def rows_figure(
@@ -486,103 +452,82 @@ def rows_figure(
     """
     metric, unit, _ = unit_of
     medians = [percentile(row.samples, 50) for line in rows for row in line if row is not None and row.starts]
-    positive = [median for median in medians if median > 0]
-    is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
+    is_log = bool(medians) and min(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
     scale = scale_of(metric, unit, medians)
-    traces: list[dict[str, Any]] = []
-    count, named = len(reports), []
-    for line, label in zip(rows, labels, strict=True):
-        failed = any(row is not None and row.error is not None for row in line)
-        named.append(label + (": failed" if failed else ""))
+    count, traces = len(reports), []
     for number, (name, colour) in enumerate(reports):
-        marks = _Marks(is_log)
+        marks = _Marks(_safe(name), shade(colour), scale, is_log)
         for place, line in enumerate(rows):
-            row = line[number]
-            if row is not None and row.starts:
+            if (row := line[number]) is not None and row.starts:
                 at = place + 0.5 + 0.3 * (number - (count - 1) / 2) / max(count, 2)
-                marks.add(
-                    row, at, scale, f"<b>{_safe(labels[place])}</b>{f' · {_safe(name)}' if name else ''}"
-                )
-        traces += marks.traces(shade(colour), name)
-    words = _axis_title(metric, scale.unit) + (", logarithmic" if is_log else "")
-    x: dict[str, Any] = {"title": _title(words), "zeroline": False}
+                marks.add(row, at, f"<b>{_safe(labels[place])}</b>{f' · {_safe(name)}' if name else ''}")
+        traces += marks.traces()
+    x = _axis(_with_unit(metric_title(metric), scale.unit) + (", logarithmic" if is_log else ""))
     values = [value for trace in traces for value in trace["x"] if value is not None]
     if is_log:
-        x |= _decades([value for value in values if value > 0])
+        x |= _decades(value for value in values if value > 0)
     elif values and min(values) < max(values):
         margin = 0.04 * (max(values) - min(values))
         x["range"] = [min(values) - margin, max(values) + margin]
-    return {"data": traces, "layout": _stacked("rows", named, count, x)}
+    failed = [any(row is not None and row.error is not None for row in line) for line in rows]
+    named = [label + ": failed" * each for label, each in zip(labels, failed, strict=True)]
+    return _stacked("rows", named, count, traces, x)
 
 
 class _Marks:
     """The marks of one report: dots for medians, lines for the middle half and for nine tenths."""
 
-    def __init__(self, is_log: bool) -> None:
-        self._is_log = is_log
-        self._segments: dict[str, tuple[list[float | None], list[float | None]]] = {
-            "thin": ([], []),
-            "thick": ([], []),
-        }
-        self._samples: tuple[list[float], list[float]] = ([], [])
-        self._dots: tuple[list[float], list[float], list[str]] = ([], [], [])
+    def __init__(self, name: str, colour: str, scale: Scale, is_log: bool) -> None:
+        self._scale, self._is_log = scale, is_log
+        ring = {"color": colour, "size": 6, "opacity": 0.6, "symbol": "circle-open"}
+        quiet = {"name": name, "hoverinfo": "skip"}
+        self._nine_tenths = _points(
+            "lines", [], [], line={"color": colour, "width": 1.25}, opacity=0.55, **quiet
+        )
+        self._middle_half = _points(
+            "lines", [], [], line={"color": colour, "width": 5}, opacity=0.45, **quiet
+        )
+        self._samples = _points("markers", [], [], marker=ring, **quiet)
+        dot = {"marker": {"color": colour, "size": 8}, "hovertemplate": "%{text}<extra></extra>"}
+        self._medians = _points("markers", [], [], name=name, text=[], **dot)
 
-    def add(self, row: Row, at: float, scale: Scale, name: str) -> None:
-        samples = row.samples
+    def add(self, row: Row, at: float, name: str) -> None:
+        samples, scale = row.samples, self._scale
         median = percentile(samples, 50)
-        lines = [name, f"median <b>{_safe(scale.format(median))}</b>"]
-        for kind, low, high in (("thick", 25, 75), ("thin", 5, 95)):
+        said = [name, f"median <b>{_safe(scale.format(median))}</b>"]
+        for trace, low, high in ((self._middle_half, 25, 75), (self._nine_tenths, 5, 95)):
             if is_known(len(samples), high):
-                ends = short([end / scale.factor for end in percentiles(samples, (low, high))])
+                ends = short(end / scale.factor for end in percentiles(samples, (low, high)))
                 if not self._is_log or min(ends) > 0:
-                    self._segments[kind][0].extend((*ends, None))
-                    self._segments[kind][1].extend((at, at, None))
+                    trace["x"] += [*ends, None]
+                    trace["y"] += [at, at, None]
                 shown = " to ".join(scale.number(end * scale.factor) for end in ends)
-                lines.append(f"p{low} to p{high}: {shown} {_safe(scale.unit)}")
+                said.append(f"p{low} to p{high}: {shown} {_safe(scale.unit)}")
         if len(samples) > 1 and not is_known(len(samples), 75):
-            kept = [sample for sample in samples if not self._is_log or sample > 0]
-            self._samples[0].extend(short([sample / scale.factor for sample in kept]))
-            self._samples[1].extend([at] * len(kept))
-        lines.append(f"{counted(len(samples), 'measurement')} of {counted(len(row.starts), 'run')}")
-        self._dots[0].extend(short([median / scale.factor]))
-        self._dots[1].append(at)
-        self._dots[2].append("<br>".join(lines))
+            kept = [sample / scale.factor for sample in samples if not self._is_log or sample > 0]
+            self._samples["x"] += short(kept)
+            self._samples["y"] += [at] * len(kept)
+        said.append(f"{counted(len(samples), 'measurement')} of {counted(len(row.starts), 'run')}")
+        self._medians["x"] += short([median / scale.factor])
+        self._medians["y"].append(at)
+        self._medians["text"].append("<br>".join(said))
 
-    def traces(self, colour: str, name: str) -> list[dict[str, Any]]:
+    def traces(self) -> list[Trace]:
         """Only those that draw anything."""
-        base = {"type": "scatter", "name": _safe(name)}
-        found = []
-        for kind, width, opacity in (("thin", 1.25, 0.55), ("thick", 5, 0.45)):
-            x, y = self._segments[kind]
-            if x:
-                line = {"color": colour, "width": width}
-                found.append(base | {"mode": "lines", "x": x, "y": y, "line": line, "opacity": opacity})
-                found[-1]["hoverinfo"] = "skip"
-        if self._samples[0]:
-            marker = {"color": colour, "size": 6, "opacity": 0.6, "symbol": "circle-open"}
-            found.append(
-                base | {"mode": "markers", "x": self._samples[0], "y": self._samples[1], "marker": marker}
-            )
-            found[-1]["hoverinfo"] = "skip"
-        if self._dots[0]:
-            at_x, at_y, text = self._dots
-            marker = {"color": colour, "size": 8}
-            found.append(base | {"mode": "markers", "x": at_x, "y": at_y, "text": text, "marker": marker})
-            found[-1]["hovertemplate"] = "%{text}<extra></extra>"
-        return found
+        found = (self._nine_tenths, self._middle_half, self._samples, self._medians)
+        return [trace for trace in found if trace["x"]]
 
 
-def _stacked(kind: str, labels: Sequence[str], num_marks: int, x: dict[str, Any]) -> dict[str, Any]:
+def _stacked(
+    kind: str, labels: Sequence[str], num_marks: int, traces: list[Trace], x: dict[str, Any]
+) -> Figure:
     """Rows below each other, each label above its marks: readable at any width, and never cut."""
     row = _ROW * (1 + num_marks) + 10
+    left = {"xref": "paper", "xanchor": "left", "align": "left", "font": {"size": 11.5}}
     annotations = [
-        {
-            "xref": "paper", "x": 0, "xanchor": "left", "yref": "y", "y": place + 0.5, "yanchor": "bottom",
-            "yshift": _ROW * num_marks / 2, "showarrow": False, "text": _safe(label), "align": "left",
-            "font": {"size": 11.5},
-        }
+        _note(_safe(label), 0, place + 0.5, "y", yshift=_ROW * num_marks / 2, **left)
         for place, label in enumerate(labels)
-    ]  # fmt: skip
+    ]
     y = {
         "range": [len(labels), 0],
         "showgrid": False,
@@ -590,19 +535,13 @@ def _stacked(kind: str, labels: Sequence[str], num_marks: int, x: dict[str, Any]
         "showticklabels": False,
         "fixedrange": True,
     }
-    return _layout(
-        kind,
-        row * len(labels) + 60,
-        xaxis=x,
-        yaxis=y,
-        annotations=annotations,
-        meta={"labels": list(labels), "marks": num_marks},
-    ) | {"margin": {"l": 6, "r": 14, "t": 14, "b": 36}}
+    meta = {"labels": list(labels), "marks": num_marks}
+    return _figure(kind, row * len(labels) + 60, traces, x, y, {"t": 14}, annotations=annotations, meta=meta)
 
 
 def changes_figure(labels: Sequence[str], rows: Sequence[RowDiff]) -> Figure:
     """The change of every row of a comparison with its interval, in percent; left of zero is worse."""
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     reach = 2.0
     for place, (label, row) in enumerate(zip(labels, rows, strict=True)):
         found = row.judgement
@@ -613,26 +552,16 @@ def changes_figure(labels: Sequence[str], rows: Sequence[RowDiff]) -> Figure:
         inside = PALETTE["paper"]
         if low is not None and high is not None:
             inside, line = colour, {"color": colour, "width": 2.5}
-            traces.append(
-                {
-                    "type": "scatter", "mode": "lines", "x": short([low, high]), "y": [at, at],
-                    "line": line, "hoverinfo": "skip",
-                }
-            )  # fmt: skip
+            traces.append(_points("lines", short([low, high]), [at, at], line=line, hoverinfo="skip"))
         marker = {"size": 9, "color": inside, "line": {"color": colour, "width": 2}}
         hover = f"<b>{_safe(label)}</b><br>{_safe(verdict_text(row))}<extra></extra>"
+        meta = {"verdict": row.verdict.value}
         traces.append(
-            {
-                "type": "scatter", "mode": "markers", "x": short([change]), "y": [at], "marker": marker,
-                "hovertemplate": hover, "meta": {"verdict": row.verdict.value},
-            }
-        )  # fmt: skip
+            _points("markers", short([change]), [at], marker=marker, hovertemplate=hover, meta=meta)
+        )
         reach = max(reach, abs(change), abs(low or 0.0), abs(high or 0.0))
-    x = {
-        "title": _title("Change of the median; left of zero is worse"), "ticksuffix": "%",
-        "range": [-1.08 * reach, 1.08 * reach], "zeroline": True, "zerolinewidth": 1.5,
-    }  # fmt: skip
-    return {"data": traces, "layout": _stacked("changes", labels, 1, x)}
+    x = _axis("Change of the median; left of zero is worse", ticksuffix="%", zeroline=True, zerolinewidth=1.5)
+    return _stacked("changes", labels, 1, traces, x | {"range": [-1.08 * reach, 1.08 * reach]})
 
 
 # --- bars beside each other, samples, counts, who waited ---
@@ -642,23 +571,19 @@ def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]]) -> 
     """Percentiles of several rows beside one another; those without samples enough are left out."""
     metric, unit, _ = row_of
     scale = scale_of(metric, unit, named[0][2].samples if named else ())
-    traces = []
+    traces: list[Trace] = []
     for name, colour, row in named:
         known = known_percentiles(row.samples)
-        values = list(known.values())
-        shown = [scale.number(value) for value in values]
-        traces.append(
-            {
-                "type": "bar", "name": _safe(name), "x": [f"p{q}" for q in known],
-                "y": short([value / scale.factor for value in values]), "marker": {"color": shade(colour)},
-                "text": shown, "textposition": "outside", "cliponaxis": False, "textfont": {"size": _SMALL},
-                "hovertemplate": f"<b>{_safe(name)}</b> %{{x}}: %{{text}} {_safe(scale.unit)}<extra></extra>",
-            }
-        )  # fmt: skip
+        trace: Trace = {"type": "bar", "name": _safe(name), "marker": {"color": shade(colour)}}
+        trace |= {"x": [f"p{q}" for q in known], "y": short(value / scale.factor for value in known.values())}
+        trace |= {"text": [scale.number(value) for value in known.values()], "textposition": "outside"}
+        trace |= {"cliponaxis": False, "textfont": {"size": _SMALL}}
+        hover = f"<b>{_safe(name)}</b> %{{x}}: %{{text}} {_safe(scale.unit)}<extra></extra>"
+        traces.append(trace | {"hovertemplate": hover})
     x = {"type": "category", "categoryarray": [f"p{q}" for q in PERCENTILES], "showgrid": False}
-    y = {"title": _title(_axis_title(metric, scale.unit)), "rangemode": "tozero", "zeroline": False}
-    layout = _layout("percentiles", 290, xaxis=x, yaxis=y, barmode="group", bargap=0.28, bargroupgap=0.06)
-    return {"data": traces, "layout": layout | {"margin": {"l": 6, "r": 12, "t": 22, "b": 30}}}
+    y = _axis(_with_unit(metric_title(metric), scale.unit), rangemode="tozero")
+    gaps = {"barmode": "group", "bargap": 0.28, "bargroupgap": 0.06}
+    return _figure("percentiles", 290, traces, x, y, {"r": 12, "t": 22, "b": 30}, **gaps)
 
 
 def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
@@ -666,85 +591,68 @@ def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
     found = []
     for name, colour, row in named:
         qs = [q for q in range(100) if is_known(len(row.samples), q)]
-        found.append((name, colour, qs, percentiles(row.samples, qs)))
+        found.append((_safe(name), {"color": shade(colour), "width": 2}, qs, percentiles(row.samples, qs)))
     ends = [end for *_, values in found for end in (values[0], values[-1])]
-    scale = scale_for(named[0][2].unit, percentile(ends, 50))
+    first = named[0][2]
+    scale = scale_for(first.unit, percentile(ends, 50))
     is_log = min(ends) > 0 and max(ends) > LOG_RATIO * min(ends)
     traces = []
-    for series, (name, colour, qs, values) in enumerate(found):
-        hover = f"<b>{_safe(name)}</b><br>%{{y}} % within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
-        traces.append(
-            {
-                "type": "scatter", "mode": "lines", "name": _safe(name), "meta": {"series": series},
-                "x": short([value / scale.factor for value in values]), "y": qs,
-                "line": {"color": shade(colour), "width": 2}, "hovertemplate": hover,
-            }
-        )  # fmt: skip
-    words = sentence_case(metric_words(named[0][2].metric))
-    x: dict[str, Any] = {
-        "title": _title(f"{words} ({scale.unit}){', logarithmic' if is_log else ''}"), "zeroline": False,
-    }  # fmt: skip
+    for series, (name, line, qs, values) in enumerate(found):
+        hover = f"<b>{name}</b><br>%{{y}} % within %{{x:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
+        x = short(value / scale.factor for value in values)
+        about: dict[str, Any] = {"name": name, "meta": {"series": series}, "line": line}
+        traces.append(_points("lines", x, qs, hovertemplate=hover, **about))
+    x_axis = _axis(f"{metric_title(first.metric)} ({scale.unit}){', logarithmic' if is_log else ''}")
     if is_log:
-        x |= _decades([end / scale.factor for end in ends])
-    y = {
-        "range": [0, 101], "tickvals": [0, 25, 50, 75, 100], "zeroline": False,
-        "title": _title(f"Share of {'calls' if named[0][2].metric == 'latency' else 'measurements'} (%)"),
-    }  # fmt: skip
-    return {"data": traces, "layout": _layout("quantiles", 300, xaxis=x, yaxis=y)}
+        x_axis |= _decades(end / scale.factor for end in ends)
+    what = "calls" if first.metric == "latency" else "measurements"
+    y_axis = _axis(f"Share of {what} (%)", range=[0, 101], tickvals=[0, 25, 50, 75, 100])
+    return _figure("quantiles", 300, traces, x_axis, y_axis)
 
 
 def samples_figure(
     metric: str, unit: str, reports: Sequence[tuple[str, int, Row | None]], share: int
 ) -> Figure:
     """All samples of one row by process start, in every report; of each start at most `share` are drawn."""
-    present = [row for _, _, row in reports if row is not None and row.starts]
-    scale = scale_of(metric, unit, present[0].samples if present else ())
-    traces, shapes, annotations, ticks = [], [], [], []
-    offset, unit_words = 0, _safe(scale.unit)
-    for name, number, row in reports:
-        if row is None or not row.starts:
-            continue
-        colour, x, y, starts = shade(number), [], [], []
+    present = [(name, shade(number), row) for name, number, row in reports if row is not None and row.starts]
+    scale = scale_of(metric, unit, present[0][2].samples if present else ())
+    traces, shapes, annotations = [], [], []
+    ticks: dict[int, str] = {}
+    offset = 0
+
+    def level(value: float, colour: str, begin: float, end: float, **look: Any) -> None:
+        """A line across some starts at a median."""
+        at = {"x0": begin, "x1": end, "y0": value / scale.factor, "y1": value / scale.factor}
+        shapes.append({"type": "line", "line": {"color": colour, **look}, **at})
+
+    for name, colour, row in present:
+        x: list[float] = []
+        y: list[float] = []
+        starts: list[int] = []
         for start, samples in enumerate(row.starts, 1):
             kept = thin(samples, share)
-            for index, sample in enumerate(kept):
-                along = index / (len(kept) - 1) - 0.5 if len(kept) > 1 else 0.0
-                x.append(round(offset + start + 0.76 * along, 3))
-                y.append(sample / scale.factor)
-                starts.append(start)
-            ticks.append((offset + start, str(start)))
-        traces.append(
-            {
-                "type": "scatter", "mode": "markers", "x": x, "y": short(y), "customdata": starts,
-                "marker": {"color": colour, "size": 3.5, "opacity": 0.4},
-                "hovertemplate": f"run %{{customdata}}: %{{y:{_NUMBER}}} {unit_words}<extra></extra>",
-            }
-        )  # fmt: skip
-        for start, median in enumerate(start_medians(row), 1):
-            at = median / scale.factor
-            line = {"color": colour, "width": 2.5}
-            ends = {"x0": offset + start - 0.4, "x1": offset + start + 0.4, "y0": at, "y1": at}
-            shapes.append({"type": "line", "line": line, **ends})
-        at = percentile(row.samples, 50) / scale.factor
-        line = {"color": PALETTE["muted"], "width": 1, "dash": "dot"}
-        ends = {"x0": offset + 0.5, "x1": offset + len(row.starts) + 0.5, "y0": at, "y1": at}
-        shapes.append({"type": "line", "line": line, **ends})
+            last = max(1, len(kept) - 1)
+            along = [index / last - 0.5 if len(kept) > 1 else 0.0 for index in range(len(kept))]
+            x += [round(offset + start + 0.76 * each, 3) for each in along]
+            y += [sample / scale.factor for sample in kept]
+            starts += [start] * len(kept)
+            ticks[offset + start] = str(start)
+        marker = {"color": colour, "size": 3.5, "opacity": 0.4}
+        hover = f"run %{{customdata}}: %{{y:{_NUMBER}}} {_safe(scale.unit)}<extra></extra>"
+        traces.append(_points("markers", x, short(y), customdata=starts, marker=marker, hovertemplate=hover))
+        for start, median in enumerate(start_medians(row), offset + 1):
+            level(median, colour, start - 0.4, start + 0.4, width=2.5)
+        whole = percentile(row.samples, 50)
+        level(whole, PALETTE["muted"], offset + 0.5, offset + len(row.starts) + 0.5, width=1, dash="dot")
         if len(reports) > 1:
-            annotations.append(
-                {
-                    "xref": "x", "x": offset + 0.6, "xanchor": "left", "yref": "paper", "y": 1,
-                    "yanchor": "bottom", "showarrow": False, "text": f"<b>{_safe(name)}</b>",
-                    "font": {"color": colour, "size": 12},
-                }
-            )  # fmt: skip
+            look: dict[str, Any] = {"xref": "x", "xanchor": "left", "font": {"color": colour, "size": 12}}
+            annotations.append(_note(f"<b>{_safe(name)}</b>", offset + 0.6, 1, **look))
         offset += len(row.starts) + 1
-    xaxis = {
-        "title": _title("Run"), "range": [0.3, max(offset - 0.3, 1.7)], "showgrid": False,
-        "tickvals": [at for at, _ in ticks], "ticktext": [text for _, text in ticks], "zeroline": False,
-    }  # fmt: skip
-    yaxis = {"title": _title(_axis_title(metric, scale.unit)), "zeroline": False}
-    layout = _layout("samples", 300, xaxis=xaxis, yaxis=yaxis, shapes=shapes, annotations=annotations)
-    return {"data": traces, "layout": layout | {"margin": {"l": 6, "r": 12, "t": 26, "b": 40}}}
+    x_axis = _axis("Run", range=[0.3, max(offset - 0.3, 1.7)], showgrid=False)
+    x_axis |= {"tickvals": list(ticks), "ticktext": list(ticks.values())}
+    y_axis = _axis(_with_unit(metric_title(metric), scale.unit))
+    more = {"shapes": shapes, "annotations": annotations}
+    return _figure("samples", 300, traces, x_axis, y_axis, {"r": 12, "t": 26, "b": 40}, **more)
 
 
 def thin(samples: Sequence[float], limit: int) -> list[float]:
@@ -759,72 +667,51 @@ def thin(samples: Sequence[float], limit: int) -> list[float]:
 
 def histogram_figure(histogram: Histogram, colour: int, axis: str, what: str) -> Figure:
     """Which share of all is in each class; `axis` names what is counted, `what` follows a class's name."""
-    total = histogram.total or 1.0
-    classes = list(histogram.counts)
-    shares = [100 * count / total for count in histogram.counts.values()]
-    names = [histogram.name(each) + ("" if histogram.is_ahead(each) else what) for each in classes]
-    text = [
-        f"{name}: <b>{share:.3g}%</b><br>{count:,.0f} in all runs"
-        for name, share, count in zip(names, shares, histogram.counts.values(), strict=True)
-    ]
-    trace = {
-        "type": "bar", "x": [behind + (histogram.width - 1) / 2 for behind in classes], "y": short(shares),
-        "width": 0.92 * histogram.width, "marker": {"color": shade(colour)}, "text": text,
-        "textposition": "none", "hovertemplate": "%{text}<extra></extra>",
-    }  # fmt: skip
+    total, width = histogram.total or 1.0, histogram.width
+    text, shares = [], []
+    for each, count in histogram.counts.items():
+        name = histogram.name(each) + ("" if histogram.is_ahead(each) else what)
+        shares.append(100 * count / total)
+        text.append(f"{name}: <b>{shares[-1]:.3g}%</b><br>{count:,.0f} in all runs")
+    middle = (width - 1) / 2
+    bars: Trace = {"type": "bar", "x": [each + middle for each in histogram.counts], "y": short(shares)}
+    bars |= {"width": 0.92 * width, "marker": {"color": shade(colour)}}
+    bars |= {"text": text, "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
     # every bar has its tick: the page thins them where there is no room
-    ticks = list(range(min(classes), max(*classes, min(classes) + 5 * histogram.width) + 1, histogram.width))
-    x: dict[str, Any] = {
-        "title": _title(axis), "zeroline": False, "showgrid": False,
-        "tickvals": [tick + (histogram.width - 1) / 2 for tick in ticks],
-        "ticktext": list(map(histogram.name, ticks)),
-        "range": [ticks[0] - 0.5, ticks[-1] + histogram.width - 0.5],
-    }  # fmt: skip
-    y = {"title": _title("Share of all (%)"), "rangemode": "tozero", "zeroline": False}
-    return {"data": [trace], "layout": _layout("histogram", 260, xaxis=x, yaxis=y)}
+    least, most = min(histogram.counts), max(histogram.counts)
+    ticks = list(range(least, max(most, least + 5 * width) + 1, width))
+    x = _axis(axis, showgrid=False, range=[ticks[0] - 0.5, ticks[-1] + width - 0.5])
+    x |= {"tickvals": [tick + middle for tick in ticks], "ticktext": list(map(histogram.name, ticks))}
+    return _figure("histogram", 260, [bars], x, _axis("Share of all (%)", rangemode="tozero"))
 
 
 def waits_figure(
     names: Sequence[str], values: Sequence[Sequence[float | None]], scale: Scale, longest: float
 ) -> Figure:
     """A square for each pair: who stands in the row waited for who stands in the column, in `scale`."""
-    x, y, waits, hover = [], [], [], []
-    nobody: tuple[list[int], list[int]] = ([], [])
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            if value is not None:
-                x.append(column)
-                y.append(row)
-                waits.append(value / scale.factor)
-                waited = f"{_safe(names[row])} waited <b>{_safe(scale.format(value))}</b>"
-                hover.append(f"{waited} for {_safe(names[column])}")
-            elif row != column:
-                nobody[0].append(column)
-                nobody[1].append(row)
-    most = longest / scale.factor or 1.0
-    trace = {
-        "type": "scatter", "mode": "markers+text", "x": x, "y": y, "customdata": hover,
-        "text": [f"{value:.2g}" for value in waits],
-        "textfont": {
-            "size": _SMALL,
-            # on a square of nearly full colour, ink cannot be read
-            "color": [PALETTE["paper" if value > 0.65 * most else "ink"] for value in waits],
-        },
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "marker": {
-            "symbol": "square", "size": 40, "color": short(waits), "cmin": 0,
-            "cmax": most, "showscale": False, "line": {"width": 0},
-            "colorscale": [[0, PALETTE["faint"]], [1, PALETTE["s0"]]],
-        },
-    }  # fmt: skip
-    blank = {
-        "type": "scatter", "mode": "text", "x": nobody[0], "y": nobody[1], "text": ["–"] * len(nobody[0]),
-        "textfont": {"size": _SMALL, "color": PALETTE["muted"]}, "hoverinfo": "skip", "marker": {"size": 40},
-    }  # fmt: skip
-    ticks = {"tickvals": list(range(len(names))), "ticktext": list(map(_safe, names))}
-    count = len(names)
-    shared = {**ticks, "showgrid": False, "zeroline": False, "fixedrange": True}
-    xaxis = {**shared, "title": _title("For which worker"), "range": [-0.5, count - 0.5]}
-    yaxis = {**shared, "title": _title("Worker that waited"), "range": [count - 0.5, -0.5]}
-    layout = _layout("waits", 44 * count + 62, xaxis=xaxis, yaxis=yaxis, meta={"cells": count})
-    return {"data": [trace, blank] if nobody[0] else [trace], "layout": layout}
+    safe, count = list(map(_safe, names)), len(names)
+    cells = [(column, row, value) for row, line in enumerate(values) for column, value in enumerate(line)]
+    waited = [(column, row, value) for column, row, value in cells if value is not None]
+    never = [(column, row) for column, row, value in cells if value is None and row != column]
+    most, waits = longest / scale.factor or 1.0, [value / scale.factor for *_, value in waited]
+    # on a square of nearly full colour, ink cannot be read
+    inks = [PALETTE["paper" if each > 0.65 * most else "ink"] for each in waits]
+    marker = {"symbol": "square", "size": 40, "color": short(waits), "line": {"width": 0}, "showscale": False}
+    marker |= {"cmin": 0, "cmax": most, "colorscale": [[0, PALETTE["faint"]], [1, PALETTE["s0"]]]}
+    squares: Trace = {"marker": marker, "textfont": {"size": _SMALL, "color": inks}}
+    squares |= {"text": [f"{each:.2g}" for each in waits], "hovertemplate": "%{customdata}<extra></extra>"}
+    squares["customdata"] = [
+        f"{safe[row]} waited <b>{_safe(scale.format(value))}</b> for {safe[column]}"
+        for column, row, value in waited
+    ]
+    dashes: Trace = {"text": ["–"] * len(never), "textfont": {"size": _SMALL, "color": PALETTE["muted"]}}
+    dashes |= {"hoverinfo": "skip", "marker": {"size": 40}}
+    traces = [
+        _points("markers+text", [cell[0] for cell in waited], [cell[1] for cell in waited], **squares),
+        _points("text", [cell[0] for cell in never], [cell[1] for cell in never], **dashes),
+    ]
+    shared = {"tickvals": list(range(count)), "ticktext": safe, "showgrid": False, "fixedrange": True}
+    x = _axis("For which worker", range=[-0.5, count - 0.5], **shared)
+    y = _axis("Worker that waited", range=[count - 0.5, -0.5], **shared)
+    traces = traces if never else traces[:1]
+    return _figure("waits", 44 * count + 62, traces, x, y, meta={"cells": count})

@@ -182,7 +182,7 @@ def _success_bars(shown: Sequence[Shown], figures: PageFigures) -> str:
             )
             low, high = wilson(done, total)
             note = f"{done:,.0f} of {total:,}"
-            bars.append(IntervalBar(label, done / total, low, high, note, colour, row.metric))
+            bars.append(IntervalBar(label, done / total, (low, high), note, colour, row.metric))
         if bars:
             alive = [percentile(start_medians(row), 50) for _, row in _rows([item], "survival")]
             dead = f"{100 * (1 - min(alive)):.3g} % of the peers were dead" if alive else ""

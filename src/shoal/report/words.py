@@ -273,6 +273,11 @@ def metric_words(key: str) -> str:
     return METRICS[key].words if key in METRICS else key.replace("_", " ")
 
 
+def metric_title(key: str) -> str:
+    """What a figure is called at the head of a plot, a table or an axis."""
+    return sentence_case(metric_words(key))
+
+
 # --- entries of keys ---
 
 KEYS = {
