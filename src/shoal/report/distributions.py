@@ -26,7 +26,6 @@ from shoal.report.views import Group, group_of, shared_key
 from shoal.report.words import (
     ABSENT,
     arrow_of,
-    figure_scale,
     key_label,
     key_words,
     metric_title,
@@ -310,7 +309,7 @@ def _figure_cells(row: Row, columns: Sequence[str], scale: Scale | None) -> list
         return [
             element("td", pill("failed", "bad"), f" {row.error or ''}", kind="error", colspan=len(columns))
         ]
-    own = scale or figure_scale(row.metric, row.unit, summary.median)
+    own = scale or scale_of(row.metric, row.unit, [summary.median])
 
     def show(value: float) -> str:
         if row.unit in {"", "1"} and own.factor == 1.0 and value.is_integer() and abs(value) < 1e15:

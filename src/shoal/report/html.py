@@ -69,7 +69,6 @@ from shoal.report.words import (
     BenchmarkWords,
     arrow_of,
     benchmark_words,
-    figure_scale,
     key_label,
     metric_words,
     scale_of,
@@ -408,7 +407,7 @@ def _verdict_cells(row: RowDiff) -> list[Markup]:
         error = row.test.error or row.baseline.error or ""
         failed = element("td", error, kind="error", colspan=len(PERCENTILES) + 1)
         return [failed, starts, element("td", verdict)]
-    scale = figure_scale(row.baseline.metric, row.baseline.unit, row.changes[0].baseline or 0.0)
+    scale = scale_of(row.baseline.metric, row.baseline.unit, [row.changes[0].baseline or 0.0])
     cells = []
     for change in row.changes:
         if change.baseline is None or change.test is None:

@@ -43,7 +43,7 @@ from shoal.report.schema import Curve, Report, Row, Scalar, is_number, rows_of, 
 from shoal.report.statistics import mean_of, percentile, start_medians, usual_deviation
 from shoal.report.units import Scale, counted
 from shoal.report.views import Group, group_of
-from shoal.report.words import figure_scale, key_label, metric_title, metric_words, sentence_case
+from shoal.report.words import key_label, metric_title, metric_words, scale_of, sentence_case
 
 # --- places and sets ---
 
@@ -739,7 +739,7 @@ def wait_plots(chapter: Chapter) -> Markup:
 
 
 def _wait_map(rows: list[Row], longest: float, figures: PageFigures) -> Markup:
-    scale = figure_scale(rows[0].metric, rows[0].unit, longest)
+    scale = scale_of(rows[0].metric, rows[0].unit, [longest])
     named = {row.key[name]: True for row in rows for name in (WAITING, AWAITED)}
     workers = sorted(named, key=_worker_order)
     cells = {(row.key[WAITING], row.key[AWAITED]): mean_of(row.samples) for row in rows}

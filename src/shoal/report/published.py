@@ -16,7 +16,7 @@ from shoal.report.plots import Shown, dotted
 from shoal.report.schema import Report, Row, Scalar, flatten, is_number, text
 from shoal.report.statistics import percentile, start_medians
 from shoal.report.units import digits
-from shoal.report.words import figure_scale, key_label, key_words, metric_title
+from shoal.report.words import key_label, key_words, metric_title, scale_of
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> Markup
     for figure in document.figures:
         if "model" in figure.key and figure.key["model"] not in models:
             continue
-        scale = figure_scale(figure.metric, _unit_of(item.report, figure.metric), figure.value)
+        scale = scale_of(figure.metric, _unit_of(item.report, figure.metric), [figure.value])
         name = metric_title(figure.metric) + (f" · {key_label(figure.key)}" if figure.key else "")
         cells = [element("td", name, title=figure.metric), number_cell(scale.format(figure.value))]
         if not differences:
