@@ -478,7 +478,7 @@ def _glance_table(
     if len(columns) < 2 or not 1 < len(lines) <= MAX_LINES:
         return Markup()
     firsts = [next(iter(cells.values())) for cells in lines.values()]
-    names = _differing(firsts)
+    names = telling_names(firsts)
     best = best_cells(rows, [item.report for item in shown])
     found |= best
     least = {group: usual_deviation(map(start_medians, of_one)) for group, of_one in columns.items()}
@@ -503,12 +503,6 @@ def _glance_table(
         is_chosen = any(name == "chosen" for name, _, _ in cells)
         body.append(element("tr", *line, kind="first chosen" if is_chosen else "first"))
     return table(heads, body, "glance")
-
-
-def _differing(rows: Sequence[Row]) -> list[str]:
-    """Entries that differ."""
-    names = {name: True for row in rows for name in row.key}
-    return [name for name in names if any(row.key.get(name) != rows[0].key.get(name) for row in rows)]
 
 
 def best_cells(rows: Sequence[tuple[int, Row]], reports: Sequence[Report]) -> set[tuple[int, Identity]]:
@@ -545,7 +539,7 @@ def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | N
     known = tuple(name for name in CONTENDERS if name in row.key)
     if known:
         return known
-    names = _differing([other for _, other in rows])
+    names = telling_names([other for _, other in rows])
     if len(names) == 1 and all(isinstance(other.key.get(names[0]), str) for _, other in rows):
         return tuple(names)
     return None

@@ -13,7 +13,7 @@ from html import escape
 
 from shoal.core.errors import ReportError
 from shoal.report.curves import WORKERS, Line, averaged, axes_of
-from shoal.report.figures import AXES
+from shoal.report.figures import AXES, PALETTE, shade
 from shoal.report.plots import Contest
 from shoal.report.schema import Curve, Report
 from shoal.report.units import scale_for
@@ -24,7 +24,7 @@ _LOG_RATIO = 5
 """Lines whose ends lie further apart than this are drawn over a logarithmic axis."""
 _LABEL_GAP = 17
 """The least vertical distance in pixels between two names at the ends of lines."""
-_COLOURS = ("#2563c9", "#d2691e", "#1f8a5b", "#8457c9", "#b8860b", "#c2417c", "#0e8a9a", "#6b7280")
+_INK, _MUTED, _RULE = PALETTE["ink"], PALETTE["muted"], PALETTE["line"]
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ def draw(report: Report, metric: str | None = None, axis: str | None = None, tit
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} {about}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         _text(_LEFT, 26, title or f"{metric_label} over {label}", size=17, weight=600),
-        _text(_LEFT, 46, f"{metric_label} over {label}; {note}" if title else note, fill="#646c76"),
+        _text(_LEFT, 46, f"{metric_label} over {label}; {note}" if title else note, fill=_MUTED),
         *_grid(x, y, is_share=is_share),
         _text(
             (_LEFT + WIDTH - _RIGHT) / 2,
             HEIGHT - 12,
             label + (" (logarithmic)" if x.is_log else ""),
-            fill="#646c76",
+            fill=_MUTED,
             anchor="middle",
         ),
     ]
     ends: list[tuple[float, str, str]] = []
     for number, (contender, line) in enumerate(lines):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = shade(number)
         scaled = [value / along.factor for value in line.x]
         parts += _drawn(scaled, line, x, y, colour)
         ends.append((y(line.mean[-1]), contender, colour))
@@ -146,13 +146,11 @@ def _grid(x: _Scale, y: _Scale, *, is_share: bool) -> list[str]:
     parts = []
     for tick in y.ticks:
         parts.append(
-            f'<line x1="{x.start}" x2="{x.end}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e6ea"/>'
+            f'<line x1="{x.start}" x2="{x.end}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="{_RULE}"/>'
         )
         label = f"{tick:.0%}" if is_share else f"{tick:,.6g}"
-        parts.append(_text(x.start - 8, y(tick) + 4, label, fill="#646c76", anchor="end"))
-    parts += [
-        _text(x(tick), y.start + 18, f"{tick:,.6g}", fill="#646c76", anchor="middle") for tick in x.ticks
-    ]
+        parts.append(_text(x.start - 8, y(tick) + 4, label, fill=_MUTED, anchor="end"))
+    parts += [_text(x(tick), y.start + 18, f"{tick:,.6g}", fill=_MUTED, anchor="middle") for tick in x.ticks]
     parts.append(f'<line x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}" stroke="#959da8"/>')
     return parts
 
@@ -189,7 +187,7 @@ def _text(
     y: float,
     content: str,
     *,
-    fill: str = "#1b1f24",
+    fill: str = _INK,
     size: int = 13,
     weight: int = 400,
     anchor: str = "start",
