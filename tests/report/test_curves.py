@@ -14,8 +14,8 @@ from shoal.report.curves import (
     is_histogram,
     resolution_of,
 )
-from shoal.report.html import chapter
-from shoal.report.plots import Chapter, PageFigures, Shown, histogram_plots
+from shoal.report.html.page import chapter
+from shoal.report.html.plots import Chapter, PageFigures, Shown, histogram_plots
 from shoal.report.views import report_items
 
 

@@ -13,10 +13,11 @@ import pytest
 from report import samples
 from shoal.core.errors import UsageError
 from shoal.report import Curve, Report, Row, compare
-from shoal.report.distributions import closer, distribution, group_reports
-from shoal.report.figures import PALETTE, thin
-from shoal.report.html import best_cells, glance_section, write_diff, write_reports
-from shoal.report.plots import MAX_SAMPLES, PageFigures, Shown
+from shoal.report.html import write_diff, write_reports
+from shoal.report.html.distributions import closer, distribution, group_reports
+from shoal.report.html.figures import PALETTE, thin
+from shoal.report.html.page import best_cells, glance_section
+from shoal.report.html.plots import MAX_SAMPLES, PageFigures, Shown
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -121,7 +122,7 @@ def report(*rows, **fields):
 def plotly(monkeypatch, request):
     """A stand-in of a few bytes, except where a test asks for the real one."""
     if "real_plotly" not in request.fixturenames:
-        monkeypatch.setattr("shoal.report.html._plotly", lambda: "const Plotly = {};")
+        monkeypatch.setattr("shoal.report.html.page._plotly", lambda: "const Plotly = {};")
 
 
 @pytest.fixture

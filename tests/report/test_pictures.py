@@ -3,7 +3,7 @@
 import pytest
 
 from report import samples
-from shoal.report.plots import Chapter, PageFigures, Shown, drawn_sections, wilson
+from shoal.report.html.plots import Chapter, PageFigures, Shown, drawn_sections, wilson
 
 
 def drawn(*reports):

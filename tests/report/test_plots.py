@@ -4,8 +4,8 @@ import pytest
 
 from report import samples
 from shoal.report import Curve, Row
-from shoal.report.distributions import percentile_plot
-from shoal.report.plots import (
+from shoal.report.html.distributions import percentile_plot
+from shoal.report.html.plots import (
     SHOWN_SERIES,
     Chapter,
     Contest,

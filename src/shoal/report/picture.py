@@ -13,8 +13,8 @@ from html import escape
 
 from shoal.core.errors import ReportError
 from shoal.report.curves import WORKERS, Line, averaged, axes_of
-from shoal.report.figures import AXES, PALETTE, shade
-from shoal.report.plots import Contest
+from shoal.report.html.figures import AXES, PALETTE, shade
+from shoal.report.html.plots import Contest
 from shoal.report.schema import Curve, Report
 from shoal.report.units import scale_for
 

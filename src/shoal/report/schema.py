@@ -206,8 +206,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return pandas.DataFrame(lines)
 
     def figure(self, metric: str | None = None, over: str | None = None) -> Any:
-        """A figure of plotly of one metric; see `shoal.report.figures.figure`."""
-        from shoal.report.figures import figure
+        """A figure of plotly of one metric; see `shoal.report.html.figures.figure`."""
+        from shoal.report.html.figures import figure
 
         return figure(self, metric, over)
 

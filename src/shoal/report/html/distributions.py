@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.report.figures import percentiles_figure, quantiles_figure, rows_figure, samples_figure
-from shoal.report.markup import (
+from shoal.report.html.figures import percentiles_figure, quantiles_figure, rows_figure, samples_figure
+from shoal.report.html.markup import (
     Markup,
     Section,
     beside_one_another,
@@ -18,7 +18,7 @@ from shoal.report.markup import (
     table,
     titled,
 )
-from shoal.report.plots import PageFigures, Shown, dotted
+from shoal.report.html.plots import PageFigures, Shown, dotted
 from shoal.report.schema import Report, Row, Scalar, is_number
 from shoal.report.statistics import PERCENTILES, is_known, summarize
 from shoal.report.units import Scale, percent

@@ -25,7 +25,7 @@ from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
 from shoal.report.diff import LABELS, TONES, Diff, RowDiff, RowVerdict, busy
-from shoal.report.distributions import (
+from shoal.report.html.distributions import (
     gathered,
     group_reports,
     key_cells,
@@ -36,9 +36,20 @@ from shoal.report.distributions import (
     row_label,
     telling_names,
 )
-from shoal.report.figures import FEW, changes_figure
-from shoal.report.markup import Markup, Section, element, folded, how, joined, listed, pill, swatch, table
-from shoal.report.plots import (
+from shoal.report.html.figures import FEW, changes_figure
+from shoal.report.html.markup import (
+    Markup,
+    Section,
+    element,
+    folded,
+    how,
+    joined,
+    listed,
+    pill,
+    swatch,
+    table,
+)
+from shoal.report.html.plots import (
     CONTENDERS,
     Chapter,
     PageFigures,
@@ -48,7 +59,7 @@ from shoal.report.plots import (
     is_wait,
     scaling_groups,
 )
-from shoal.report.published import beside_documents
+from shoal.report.html.published import beside_documents
 from shoal.report.schema import Identity, Report, Row, flatten, is_in_virtual_time, text
 from shoal.report.statistics import (
     MIN_SEEDS,
@@ -185,7 +196,7 @@ class PagePart:
 
     sections: list[Section]
     words: BenchmarkWords | None = None
-    found: Markup = Markup()  # noqa: RUF009
+    found: str = ""
 
 
 def _filled(parts: Sequence[PagePart]) -> Iterator[tuple[int, PagePart, list[tuple[str, Section]]]]:
@@ -209,7 +220,7 @@ def contents(parts: Sequence[PagePart]) -> Markup:
 
 def body(parts: Sequence[PagePart]) -> Markup:
     """Write all sections, in order."""
-    written = []
+    written: list[str] = []
     for number, part, found in _filled(parts):
         if part.words:
             written.append(element("h2", part.words.title, kind="chapter", id=f"p{number}"))

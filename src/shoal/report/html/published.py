@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.report.distributions import number_cell
-from shoal.report.markup import Markup, Section, element, how, joined, table, titled
-from shoal.report.plots import Shown, dotted
+from shoal.report.html.distributions import number_cell
+from shoal.report.html.markup import Markup, Section, element, how, joined, table, titled
+from shoal.report.html.plots import Shown, dotted
 from shoal.report.schema import Report, Row, Scalar, flatten, is_number, text
 from shoal.report.statistics import percentile, start_medians
 from shoal.report.units import digits

@@ -25,7 +25,7 @@ from shoal.report.curves import (
     histogram_of,
     is_histogram,
 )
-from shoal.report.figures import (
+from shoal.report.html.figures import (
     NUM_COLOURS,
     PALETTE,
     Chart,
@@ -38,7 +38,7 @@ from shoal.report.figures import (
     percentiles_figure,
     waits_figure,
 )
-from shoal.report.markup import Markup, Section, beside_one_another, element, how, joined, titled
+from shoal.report.html.markup import Markup, Section, beside_one_another, element, how, joined, titled
 from shoal.report.schema import Curve, Report, Row, Scalar, is_number, rows_of, text
 from shoal.report.statistics import mean_of, percentile, start_medians, usual_deviation
 from shoal.report.units import Scale, counted

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from shoal.report.figures import NUM_COLOURS
+from shoal.report.html.figures import NUM_COLOURS
 
 
 class Markup(str):
