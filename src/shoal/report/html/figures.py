@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.core.errors import UsageError, did_you_mean
 from shoal.report.curves import WORKERS, Histogram, Line, averaged, axes_of
-from shoal.report.diff import TONES, RowDiff
+from shoal.report.diff import RowDiff
 from shoal.report.schema import Curve, Report, Row, Scalar, library
 from shoal.report.statistics import (
     PERCENTILES,
@@ -548,7 +548,7 @@ def changes_figure(labels: Sequence[str], rows: Sequence[RowDiff]) -> Figure:
         change, low, high = found.change_percent, found.low_percent, found.high_percent
         if change is None:
             continue
-        colour, at = PALETTE[TONES[row.verdict]], place + 0.5
+        colour, at = PALETTE[row.verdict.tone], place + 0.5
         inside = PALETTE["paper"]
         if low is not None and high is not None:
             inside, line = colour, {"color": colour, "width": 2.5}

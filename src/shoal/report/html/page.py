@@ -24,7 +24,7 @@ import msgspec
 from shoal.core.errors import UsageError
 from shoal.core.untrusted import visible, visible_line
 from shoal.report.curves import is_histogram, resolution_of
-from shoal.report.diff import LABELS, TONES, Diff, RowDiff, RowVerdict, busy
+from shoal.report.diff import Diff, RowDiff, RowVerdict, busy
 from shoal.report.html.distributions import (
     gathered,
     group_reports,
@@ -412,7 +412,7 @@ def verdicts_table(diff: Diff) -> Markup:
 
 
 def _verdict_cells(row: RowDiff) -> list[Markup]:
-    verdict = pill(LABELS[row.verdict], TONES[row.verdict])
+    verdict = pill(row.verdict.label, row.verdict.tone)
     starts = number_cell(f"{len(row.baseline.starts)}, {len(row.test.starts)}")
     if not row.changes:
         error = row.test.error or row.baseline.error or ""
@@ -440,7 +440,7 @@ def _quiet(words: str) -> Markup:
 def verdict_counts(diff: Diff) -> Markup:
     """One pill for each verdict that occurs."""
     counts = [
-        pill(f"{diff.count(verdict)} {LABELS[verdict]}", TONES[verdict])
+        pill(f"{diff.count(verdict)} {verdict.label}", verdict.tone)
         for verdict in RowVerdict
         if diff.count(verdict)
     ]
