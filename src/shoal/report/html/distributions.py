@@ -158,9 +158,8 @@ def percentile_plot(rows: Sequence[tuple[str, Row]], figures: PageFigures) -> Ma
     ]
     if not enough:
         return Markup()
-    number = figures.open_set((name, colour) for name, colour, _ in enough)
-    plot = figures.place(quantiles_figure(enough), number=number)
-    return titled("Share of measurements that took at most so long", figures.legend(number) + plot)
+    plot = figures.switched(((name, colour) for name, colour, _ in enough), quantiles_figure(enough))
+    return titled("Share of measurements that took at most so long", plot)
 
 
 def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> Markup:

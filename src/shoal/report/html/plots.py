@@ -137,6 +137,11 @@ class PageFigures:
         ]
         return element("div", *buttons, kind="legend") if len(buttons) > 1 else Markup()
 
+    def switched(self, series: Iterable[tuple[str, int]], figure: Figure) -> Markup:
+        """A figure in a set of its own, under the switches of its series."""
+        number = self.open_set(series)
+        return self.legend(number) + self.place(figure, number=number)
+
     def tabs(self, number: int, name: str, choices: Sequence[str]) -> Markup:
         """A few choices of a set, all in sight; nothing where there is no choice."""
         buttons = [
@@ -459,8 +464,7 @@ def _by_clients(chapter: Chapter) -> Markup:
     for series, of_one in enumerate(lines.values()):
         chart.add(0, _line_over(along, of_one), series=series, style="points")
     entries = [(name, chapter.colour_of(name)) for name in lines]
-    number = chapter.figures.open_set(entries)
-    return chapter.figures.legend(number) + chapter.figures.place(*chart.figures(entries), number=number)
+    return chapter.figures.switched(entries, chart.figures(entries)[0])
 
 
 _CALL_TIMES = (("forward_latency", "backward_latency"), ("store_latency", "get_latency"))
@@ -485,13 +489,12 @@ def _call_times(chapter: Chapter) -> Markup:
         if not found:
             continue
         named = [(label, number, row) for number, (label, _, row) in enumerate(found)]
-        number = chapter.figures.open_set((name, colour) for name, colour, _ in named)
         figure = percentiles_figure(("latency", named[0][2].unit, "lower"), named)
         for series, trace in enumerate(figure["data"]):
             trace["meta"] = {"series": series}
         num_calls = min(len(row.samples) for _, _, row in named)
         few = f"{counted(num_calls, 'call')} of a kind: too few for p95" if num_calls < 20 else ""
-        plot = chapter.figures.legend(number) + chapter.figures.place(figure, number=number)
+        plot = chapter.figures.switched(((name, colour) for name, colour, _ in named), figure)
         parts.append(titled(dotted(item.label, _batch_of(item.report), few), plot))
     return beside_one_another(parts)
 
