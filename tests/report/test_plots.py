@@ -17,6 +17,7 @@ from shoal.report.html.plots import (
     scaling_plots,
     wait_plots,
 )
+from shoal.report.picture import draw
 
 
 def test_contenders_are_told_from_their_settings():
@@ -115,6 +116,16 @@ def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
     (figure,) = figures.plots[0]["figures"]
     assert figure["layout"]["xaxis"]["title"]["text"] == "Mean delay of a layer (ms)"
     assert lines(figure)[0]["x"] == [0, 50]
+
+
+def test_seconds_that_are_shown_in_another_unit_are_called_time():
+    starts = [{"value": [0.1, 0.9], "s": [0.0, 0.08]}]
+    short = Curve(key={}, metric="accuracy", unit="", direction="higher", starts=starts)
+    report = samples.report("accuracy", curves=[short])
+    _, figures = drawn(curve_plots, report)
+    (figure,) = figures.plots[0]["figures"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "Time (ms)"
+    assert "accuracy over time (ms)" in draw(report)
 
 
 def test_scaling_shows_measured_predicted_and_ideal():

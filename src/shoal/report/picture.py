@@ -13,7 +13,7 @@ from html import escape
 
 from shoal.core.errors import ReportError
 from shoal.report.curves import WORKERS, Line, averaged, axes_of
-from shoal.report.html.figures import AXES, PALETTE, shade
+from shoal.report.html.figures import AXES, PALETTE, axis_title, shade
 from shoal.report.html.plots import Contest
 from shoal.report.schema import Curve, Report
 from shoal.report.units import scale_for
@@ -70,9 +70,9 @@ def draw(report: Report, metric: str | None = None, axis: str | None = None, tit
         for curve in curves
         if (line := averaged(curve, axis)) is not None
     ]
-    name, unit = AXES.get(axis, (axis.replace("_", " "), ""))
+    unit = AXES.get(axis, ("", ""))[1]
     along = scale_for(unit, max(line.x[-1] for _, line in lines))
-    label = name if along.unit in ("", unit) else f"{name} ({along.unit})"
+    label = axis_title(axis, along.unit)
     is_share = curves[0].unit in ("", "1") and all(
         0 <= value <= 1 for _, line in lines for value in line.high
     )

@@ -253,9 +253,7 @@ class Chart:
         along = scale_for(unit, max(ends, default=1.0))
         # those who send much and those who send little are both to be seen
         is_log_x = axis == "bytes" and bool(ends) and max(ends) > LOG_RATIO / 2 * min(ends)
-        x = _axis(
-            sentence_case(axis_name(axis)) + (f" ({along.unit})" if along.unit not in {"", unit} else "")
-        )
+        x = _axis(sentence_case(axis_title(axis, along.unit)))
         places = [value / along.factor for drawn in lines for value in drawn.line.x if value > 0]
         if axis in (WORKERS, "num_clients") and places:
             x |= _doublings(places)
@@ -348,6 +346,14 @@ class _Drawn:
 def axis_name(axis: str) -> str:
     """What an axis is called for people."""
     return AXES[axis][0] if axis in AXES else key_words(axis)
+
+
+def axis_title(axis: str, unit: str) -> str:
+    """What an axis is called where its values are in `unit`: seconds in ms are 'time (ms)'."""
+    own = AXES.get(axis, ("", ""))[1]
+    if unit in {"", own}:
+        return axis_name(axis)
+    return f"{'time' if axis == 's' else axis_name(axis)} ({unit})"
 
 
 def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
