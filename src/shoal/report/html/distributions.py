@@ -182,9 +182,10 @@ def closer(group: ReportGroup, shown: Sequence[Shown], figures: PageFigures) -> 
         named = [(item.label, item.number, row) for item, row in zip(shown, line, strict=True)]
         measured = [(name, colour, row) for name, colour, row in named if row is not None and row.starts]
         num_starts = sum(len(row.starts) for *_, row in measured)
-        bars.append(percentiles_figure(group_of(first), measured))
+        if len(shown) > 1:
+            bars.append(percentiles_figure(group_of(first), measured))
         spreads.append(samples_figure(first.metric, first.unit, named, max(6, share // max(1, num_starts))))
-    if len(shown) > 1:
+    if bars:
         content += titled("Percentiles", figures.place(*bars, number=number))
     note = how("Dots are measurements, from left to right in time; a line is the median of its run.")
     return content + titled("Measurements by run", note + figures.place(*spreads, number=number))

@@ -163,6 +163,10 @@ def _points(mode: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace
     return {"type": "scatter", "mode": mode, "x": x, "y": y, **more}
 
 
+def _bars(x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
+    return {"type": "bar", "x": x, "y": y, "marker": {"color": colour}, **more}
+
+
 def _note(text: str, x: float, y: float, yref: str = "paper", **more: Any) -> dict[str, Any]:
     """An annotation without an arrow, above its place."""
     return {"x": x, "y": y, "yref": yref, "yanchor": "bottom", "showarrow": False, "text": text, **more}
@@ -431,11 +435,10 @@ def bars_figure(bars: Sequence[IntervalBar], what: str = "") -> Figure:
     for place, bar in enumerate(bars):
         if bar.value is None:
             continue
-        name, x = _safe(bar.label), short([bar.value / scale.factor])
-        trace: Trace = {"type": "bar", "orientation": "h", "name": name, "x": x}
-        trace |= {"y": [place + 0.5], "width": 0.3}
-        trace["marker"] = {"color": _faded(shade(bar.colour), 0.75)}
-        trace["hovertemplate"] = f"<b>{name}</b><br>{_safe(bar.said(scale))}<extra></extra>"
+        name, colour = _safe(bar.label), _faded(shade(bar.colour), 0.75)
+        hover = f"<b>{name}</b><br>{_safe(bar.said(scale))}<extra></extra>"
+        about: dict[str, Any] = {"name": name, "orientation": "h", "width": 0.3, "hovertemplate": hover}
+        trace = _bars(short([bar.value / scale.factor]), [place + 0.5], colour, **about)
         if bar.ends is not None:
             # an interval that reaches below zero is cut where the bar begins
             low = max(0.0, bar.ends[0]) if bar.value >= 0 else bar.ends[0]
@@ -580,16 +583,15 @@ def percentiles_figure(row_of: Group, named: Sequence[tuple[str, int, Row]]) -> 
     traces: list[Trace] = []
     for name, colour, row in named:
         known = known_percentiles(row.samples)
-        trace: Trace = {"type": "bar", "name": _safe(name), "marker": {"color": shade(colour)}}
-        trace |= {"x": [f"p{q}" for q in known], "y": short(value / scale.factor for value in known.values())}
-        trace |= {"text": [scale.number(value) for value in known.values()], "textposition": "outside"}
-        trace |= {"cliponaxis": False, "textfont": {"size": _SMALL}}
         hover = f"<b>{_safe(name)}</b> %{{x}}: %{{text}} {_safe(scale.unit)}<extra></extra>"
-        traces.append(trace | {"hovertemplate": hover})
+        text = {"text": [scale.number(value) for value in known.values()], "textposition": "outside"}
+        look = {"cliponaxis": False, "textfont": {"size": _SMALL}, "hovertemplate": hover}
+        y = short(value / scale.factor for value in known.values())
+        traces.append(_bars([f"p{q}" for q in known], y, shade(colour), name=_safe(name), **text, **look))
     x = {"type": "category", "categoryarray": [f"p{q}" for q in PERCENTILES], "showgrid": False}
-    y = _axis(_with_unit(metric_title(metric), scale.unit), rangemode="tozero")
+    y_axis = _axis(_with_unit(metric_title(metric), scale.unit), rangemode="tozero")
     gaps = {"barmode": "group", "bargap": 0.28, "bargroupgap": 0.06}
-    return _figure("percentiles", 290, traces, x, y, {"r": 12, "t": 22, "b": 30}, **gaps)
+    return _figure("percentiles", 290, traces, x, y_axis, {"r": 12, "t": 22, "b": 30}, **gaps)
 
 
 def quantiles_figure(named: Sequence[tuple[str, int, Row]]) -> Figure:
@@ -680,9 +682,9 @@ def histogram_figure(histogram: Histogram, colour: int, axis: str, what: str) ->
         shares.append(100 * count / total)
         text.append(f"{name}: <b>{shares[-1]:.3g}%</b><br>{count:,.0f} in all runs")
     middle = (width - 1) / 2
-    bars: Trace = {"type": "bar", "x": [each + middle for each in histogram.counts], "y": short(shares)}
-    bars |= {"width": 0.92 * width, "marker": {"color": shade(colour)}}
-    bars |= {"text": text, "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+    look = {"text": text, "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+    places = [each + middle for each in histogram.counts]
+    bars = _bars(places, short(shares), shade(colour), width=0.92 * width, **look)
     # every bar has its tick: the page thins them where there is no room
     least, most = min(histogram.counts), max(histogram.counts)
     ticks = list(range(least, max(most, least + 5 * width) + 1, width))
