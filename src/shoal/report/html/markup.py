@@ -1,4 +1,4 @@
-"""Markup of a page, made of elements: whatever is no markup yet is escaped, so that no value becomes any."""
+"""Markup of pages and pictures, made of elements; whatever is no markup yet is escaped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def joined(parts: Iterable[str], between: str = "") -> Markup:
     return Markup(between.join(_escaped(part) for part in parts if part))
 
 
-def element(name: str, *content: str, kind: str = "", **attributes: str | int) -> Markup:
-    """An element of HTML. `kind` is its class; of an attribute's name, - is written as _.
+def element(name: str, *content: str, kind: str = "", **attributes: str | float) -> Markup:
+    """An element of HTML or SVG. `kind` is its class; of an attribute's name, - is written as _.
 
     An attribute that is empty is left out, one that is True has no value.
     """
