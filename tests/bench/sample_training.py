@@ -5,7 +5,7 @@ from shoal.report.words import METRICS
 
 
 def row(metric, strategy, samples=None, error=None, **key):
-    _, unit, direction = METRICS[metric]
+    _, unit, direction, _ = METRICS[metric]
     starts = [] if samples is None else [samples]
     key = {"strategy": strategy, **key}
     return Row(key=key, metric=metric, unit=unit, direction=direction, starts=starts, error=error)

@@ -9,7 +9,6 @@ import pytest
 
 from report import samples
 from shoal.cli.program import run
-from shoal.report import html
 
 NUM_FILES = 150
 ALLOWED_CODES = (0, 3)
@@ -193,7 +192,7 @@ def try_file(folder, capsys, seed):
 @pytest.fixture(autouse=True)
 def _no_plotly(monkeypatch):
     # the drawing program is megabytes of text that do not depend on the report
-    monkeypatch.setattr(html, "_plotly", lambda: "")
+    monkeypatch.setattr("shoal.report.html.page._plotly", lambda: "")
 
 
 def test_any_file_is_shown_safely_or_refused(tmp_path, capsys):

@@ -14,8 +14,8 @@ from shoal.report.curves import (
     is_histogram,
     resolution_of,
 )
-from shoal.report.html import chapter
-from shoal.report.plots import PageFigures, Shown, histogram_plots
+from shoal.report.html.page import chapter
+from shoal.report.html.plots import Chapter, PageFigures, Shown, histogram_plots
 from shoal.report.views import report_items
 
 
@@ -98,7 +98,7 @@ def test_each_contender_setting_and_report_has_bars_that_hold_all_its_updates():
         Shown(samples.convergence(), "A", 0),
         Shown(samples.convergence(1, 100), "B", 1),
     ]
-    content = histogram_plots(shown, figures, {})
+    content = histogram_plots(Chapter(shown, figures))
     assert content.count("<h4>") == len(figures.plots) == 4
     assert "<h4>A · dmoe, 1000 ms · of trainers</h4>" in content
     drawn = [plot["figures"][0]["data"][0] for plot in figures.plots]
@@ -113,7 +113,7 @@ def test_each_contender_setting_and_report_has_bars_that_hold_all_its_updates():
 
 def test_a_report_without_staleness_has_no_bars():
     figures = PageFigures()
-    assert histogram_plots([Shown(samples.training())], figures, {}) == ""
+    assert histogram_plots(Chapter([Shown(samples.training())], figures)) == ""
     assert figures.plots == []
 
 

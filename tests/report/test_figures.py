@@ -10,7 +10,7 @@ import shoal
 from report import samples
 from shoal.core.errors import ReportError, UsageError
 from shoal.report import Curve, Report, save
-from shoal.report.figures import rows_figure
+from shoal.report.html.figures import rows_figure
 
 
 def curves():

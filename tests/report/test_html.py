@@ -13,9 +13,11 @@ import pytest
 from report import samples
 from shoal.core.errors import UsageError
 from shoal.report import Curve, Report, Row, compare
-from shoal.report.figures import PALETTE, thin
-from shoal.report.html import best_cells, glance_tables, write_diff, write_reports
-from shoal.report.plots import MAX_SAMPLES, PageFigures, Shown, closer, distribution, group_reports
+from shoal.report.html import write_diff, write_reports
+from shoal.report.html.distributions import closer, distribution, group_reports
+from shoal.report.html.figures import PALETTE, thin
+from shoal.report.html.page import best_cells, glance_section
+from shoal.report.html.plots import MAX_SAMPLES, PageFigures, Shown
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
 
@@ -120,7 +122,7 @@ def report(*rows, **fields):
 def plotly(monkeypatch, request):
     """A stand-in of a few bytes, except where a test asks for the real one."""
     if "real_plotly" not in request.fixturenames:
-        monkeypatch.setattr("shoal.report.html._plotly", lambda: "const Plotly = {};")
+        monkeypatch.setattr("shoal.report.html.page._plotly", lambda: "const Plotly = {};")
 
 
 @pytest.fixture
@@ -460,7 +462,7 @@ def test_sizes_do_not_compete():
 
 
 def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
-    table, _ = glance_tables([Shown(samples.training())])
+    table = glance_section([Shown(samples.training())]).content
     assert table.count("<table") == 1
     for words in ("examples_per_s", "fraction_of_ceiling", "pair-averaging", "failed"):
         assert words in table
@@ -468,7 +470,7 @@ def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
 
 
 def test_one_metric_alone_has_no_table():
-    assert glance_tables([Shown(samples.latencies())])[0] == ""
+    assert glance_section([Shown(samples.latencies())]).content == ""
 
 
 def test_what_is_called_none_competes_unless_it_is_who_competes():
@@ -493,7 +495,7 @@ def test_the_glance_tells_means_with_intervals_and_few_samples_of_one_run_with_t
             samples.row({"strategy": name}, "num_samples", "", "higher", [[7.0]]),
         )
     ]
-    table, _ = glance_tables([Shown(samples.report("compare", rows))])
+    table = glance_section([Shown(samples.report("compare", rows))]).content
     assert "2.00<br><small>± 4.30</small>" in table
     assert "200<br><small>100 to 300</small>" in table
     assert "<small>/s ↑</small>" in table
@@ -508,7 +510,7 @@ def test_calls_without_a_way_share_the_table_of_those_that_name_it():
         for via in ({}, {"via": "udp"})
         for metric in ("latency", "wall_time")
     ]
-    table, _ = glance_tables([Shown(samples.report("transport", rows))])
+    table = glance_section([Shown(samples.report("transport", rows))]).content
     assert table.count("<table") == 1
     assert table.count(">stream<") == table.count(">datagram<") == 2
 

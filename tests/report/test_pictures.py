@@ -3,8 +3,7 @@
 import pytest
 
 from report import samples
-from shoal.report.pictures import pictures, wilson
-from shoal.report.plots import PageFigures, Shown
+from shoal.report.html.plots import Chapter, PageFigures, Shown, drawn_sections, wilson
 
 
 def drawn(*reports):
@@ -14,7 +13,8 @@ def drawn(*reports):
         Shown(report, label, number)
         for number, (report, label) in enumerate(zip(reports, labels, strict=True))
     ]
-    sections = {section.name: section for section in pictures(shown, figures, {})}
+    every = drawn_sections(Chapter(shown, figures))
+    sections = {section.name: section for section in every if section.content}
     return sections, [plot["figures"][0] for plot in figures.plots]
 
 

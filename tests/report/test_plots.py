@@ -4,19 +4,20 @@ import pytest
 
 from report import samples
 from shoal.report import Curve, Row
-from shoal.report.plots import (
+from shoal.report.html.distributions import percentile_plot
+from shoal.report.html.plots import (
     SHOWN_SERIES,
+    Chapter,
     Contest,
     PageFigures,
     Shown,
-    curve_plots,
-    curves_title,
+    curves,
     histogram_plots,
-    percentile_plot,
     scaling_groups,
     scaling_plots,
     wait_plots,
 )
+from shoal.report.picture import draw
 
 
 def test_contenders_are_told_from_their_settings():
@@ -62,8 +63,12 @@ def drawn(plots, report, *others):
         Shown(item, label, number)
         for number, (item, label) in enumerate(zip((report, *others), "AB", strict=False))
     ]
-    content = plots(shown, figures, {})
+    content = plots(Chapter(shown, figures))
     return content, figures
+
+
+def curve_plots(chapter):
+    return curves(chapter).content
 
 
 def plots(figures, kind):
@@ -105,12 +110,22 @@ def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
         key={"method": "ours"}, metric="throughput", unit="samples/s", direction="higher", starts=starts
     )
     report = samples.report("latency", curves=[rates])
-    assert curves_title([Shown(report)])[0] == "Over the mean delay of a layer"
-    assert curves_title([Shown(samples.accuracy())])[0] == "Over time"
+    assert curves(Chapter([Shown(report)])).name == "Over the mean delay of a layer"
+    assert curves(Chapter([Shown(samples.accuracy())])).name == "Over time"
     _, figures = drawn(curve_plots, report)
     (figure,) = figures.plots[0]["figures"]
     assert figure["layout"]["xaxis"]["title"]["text"] == "Mean delay of a layer (ms)"
     assert lines(figure)[0]["x"] == [0, 50]
+
+
+def test_seconds_that_are_shown_in_another_unit_are_called_time():
+    starts = [{"value": [0.1, 0.9], "s": [0.0, 0.08]}]
+    short = Curve(key={}, metric="accuracy", unit="", direction="higher", starts=starts)
+    report = samples.report("accuracy", curves=[short])
+    _, figures = drawn(curve_plots, report)
+    (figure,) = figures.plots[0]["figures"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "Time (ms)"
+    assert "accuracy over time (ms)" in draw(report)
 
 
 def test_scaling_shows_measured_predicted_and_ideal():
@@ -145,7 +160,7 @@ def test_no_scaling_curve_of_one_number_of_ranks_or_of_words(keys):
     rows = [samples.row(key, "speed", "1/s", "higher", [[1.0]]) for key in keys]
     shown = [Shown(samples.report("scaling", rows))]
     assert scaling_groups(shown) == []
-    assert scaling_plots(shown, PageFigures(), {}) == ""
+    assert scaling_plots(Chapter(shown)) == ""
 
 
 def test_two_reports_share_the_colours_of_contenders_and_differ_in_dashes():
@@ -190,7 +205,7 @@ def test_percentiles_are_of_times_with_enough_samples():
 
 def test_each_strategy_has_a_map_in_one_scale_and_a_sentence():
     figures = PageFigures()
-    content = wait_plots([Shown(samples.training())], figures)
+    content = wait_plots(Chapter([Shown(samples.training())], figures))
     (sync,), (pair,) = plots(figures, "waits")
     assert sync["layout"]["yaxis"]["ticktext"] == ["0", "1", "2", "3"]
     (squares,), (others,) = sync["data"], pair["data"]
@@ -205,13 +220,13 @@ def test_where_nobody_waited_the_map_says_so():
     key = {"rank": 0, "waited_for": 1}
     report = samples.report("training", [samples.row(key, "waited", "s", "lower", [[0.0]])])
     figures = PageFigures()
-    assert "Nobody waited." in wait_plots([Shown(report)], figures)
+    assert "Nobody waited." in wait_plots(Chapter([Shown(report)], figures))
     assert figures.plots[0]["figures"][0]["data"][0]["marker"]["color"] == [0]
 
 
 def test_waits_without_whom_are_no_map():
     report = samples.report("training", [samples.row({"rank": 0}, "waited", "s", "lower", [[1.0]])])
-    assert wait_plots([Shown(report)], PageFigures()) == ""
+    assert wait_plots(Chapter([Shown(report)], PageFigures())) == ""
 
 
 def test_waits_that_are_evenly_spread_name_nobody():
@@ -222,14 +237,14 @@ def test_waits_that_are_evenly_spread_name_nobody():
         if rank != other and (rank, other) != (0, 1)
     ]
     figures = PageFigures()
-    assert "evenly spread" in wait_plots([Shown(samples.report("training", rows))], figures)
+    assert "evenly spread" in wait_plots(Chapter([Shown(samples.report("training", rows))], figures))
     squares, dashes = figures.plots[0]["figures"][0]["data"]
     assert (dashes["x"], dashes["y"], dashes["text"]) == ([1], [0], ["–"])
     assert len(squares["text"]) == 5
 
 
 def test_what_a_logarithmic_plot_cannot_draw_is_named():
-    curves = [
+    apart = [
         Curve(
             key={"strategy": name},
             metric="consensus_distance",
@@ -243,7 +258,7 @@ def test_what_a_logarithmic_plot_cannot_draw_is_named():
             ("sma", [1e-4, 1.0, 2.0]),
         )
     ]
-    _, figures = drawn(curve_plots, samples.report("compare", curves=curves))
+    _, figures = drawn(curve_plots, samples.report("compare", curves=apart))
     (note,) = figures.plots[0]["figures"][0]["layout"]["annotations"]
     assert note["text"] == "all-reduce: always 0, not drawn"
 

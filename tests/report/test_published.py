@@ -3,8 +3,8 @@
 import pytest
 
 from report import samples
-from shoal.report.plots import Shown
-from shoal.report.published import beside_documents
+from shoal.report.html.plots import Shown
+from shoal.report.html.published import beside_documents
 
 SAME = {
     "num_experts": 16, "num_clients": 128, "num_batches_per_client": 16, "batch_size": 2048,

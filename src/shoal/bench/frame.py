@@ -47,14 +47,14 @@ def measured(
     metric: str, key: Mapping[str, Any], samples: Sequence[float] = (), error: str | None = None
 ) -> Row:
     """The row of one start: samples of a figure that `report.words` has, or why there are none."""
-    _, unit, direction = METRICS[metric]
+    _, unit, direction, _ = METRICS[metric]
     starts = [list(samples)] if error is None else []
     return Row(key=dict(key), metric=metric, unit=unit, direction=direction, starts=starts, error=error)
 
 
 def curve(metric: str, key: RowKey, points: dict[str, list[float]]) -> Curve:
     """The curve of one start: `value`, and where it was taken along each axis, as 'step'."""
-    _, unit, direction = METRICS[metric]
+    _, unit, direction, _ = METRICS[metric]
     return Curve(key=key, metric=metric, unit=unit, direction=direction, starts=[points])
 
 

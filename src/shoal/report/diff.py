@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Self
 
 from shoal.core.errors import NotComparable, UsageError
 from shoal.report import pytorch
@@ -47,36 +47,27 @@ MAX_STARTS = 1_000_000
 
 
 class RowVerdict(StrEnum):
-    """What is said about one pair of rows."""
+    """What is said about one pair of rows: by its value in JSON, by a label and a tone to people."""
 
-    BETTER = "better"
-    WORSE = "worse"
-    NO_DIFFERENCE = "no-difference"
-    TOO_FEW = "too-few-starts"
-    FAILED = "failed"
-    FIXED = "fixed"
-    FAILED_BOTH = "failed-in-both"
+    label: str
+    tone: str
+    """The colour of its words: 'good', 'bad', 'unsure' or 'quiet'."""
+
+    def __new__(cls, value: str, label: str, tone: str) -> Self:
+        """Makes each of the members below; their value alone finds them again."""
+        verdict = str.__new__(cls, value)
+        verdict._value_, verdict.label, verdict.tone = value, label, tone
+        return verdict
+
+    BETTER = "better", "better", "good"
+    WORSE = "worse", "worse", "bad"
+    NO_DIFFERENCE = "no-difference", "no difference found", "quiet"
+    TOO_FEW = "too-few-starts", "too few repeats to judge", "unsure"
+    FAILED = "failed", "failed in test", "bad"
+    FIXED = "fixed", "failed in baseline", "good"
+    FAILED_BOTH = "failed-in-both", "failed in both", "bad"
 
 
-LABELS = {
-    RowVerdict.BETTER: "better",
-    RowVerdict.WORSE: "worse",
-    RowVerdict.NO_DIFFERENCE: "no difference found",
-    RowVerdict.TOO_FEW: "too few repeats to judge",
-    RowVerdict.FAILED: "failed in test",
-    RowVerdict.FIXED: "failed in baseline",
-    RowVerdict.FAILED_BOTH: "failed in both",
-}
-TONES = {
-    RowVerdict.BETTER: "good",
-    RowVerdict.FIXED: "good",
-    RowVerdict.WORSE: "bad",
-    RowVerdict.FAILED: "bad",
-    RowVerdict.FAILED_BOTH: "bad",
-    RowVerdict.TOO_FEW: "unsure",
-    RowVerdict.NO_DIFFERENCE: "quiet",
-}
-"""The colour of each verdict."""
 JUDGED = (RowVerdict.BETTER, RowVerdict.WORSE, RowVerdict.NO_DIFFERENCE)
 
 
@@ -200,12 +191,10 @@ def starts_needed(
 
 
 def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgement:
-    if old.error is not None and new.error is not None:
-        return Judgement(RowVerdict.FAILED_BOTH)
+    if old.error is not None:
+        return Judgement(RowVerdict.FIXED if new.error is None else RowVerdict.FAILED_BOTH)
     if new.error is not None:
         return Judgement(RowVerdict.FAILED)
-    if old.error is not None:
-        return Judgement(RowVerdict.FIXED)
     change = change_percent(percentile(old.samples, 50), percentile(new.samples, 50), old.direction)
     needed = starts_needed(start_medians(old), start_medians(new), level=level, effect_percent=effect_percent)
     return Judgement(
@@ -447,13 +436,11 @@ def _check_pairs(baseline: Report, test: Report, pairs: list[tuple[Row, Row]]) -
             next_step="run the benchmark with the same scenarios on both sides",
         )
     for old, new in pairs:
-        for what, first, second in (
-            ("unit", old.unit, new.unit),
-            ("direction", old.direction, new.direction),
-        ):
-            if first != second:
+        for what in ("unit", "direction"):
+            if getattr(old, what) != getattr(new, what):
+                sides = f"'{getattr(old, what)}' in the baseline and '{getattr(new, what)}' in the test"
                 raise NotComparable(
-                    f"{old.name} has {what} '{first}' in the baseline and '{second}' in the test",
+                    f"{old.name} has {what} {sides}",
                     cause="different versions of the benchmark wrote them",
                     next_step="run both sides with the same version of the benchmark",
                 )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from shoal.core.errors import ReportError
 from shoal.report.curves import WORKERS, Line, averaged, axes_of
-from shoal.report.figures import AXES
-from shoal.report.plots import Contest
+from shoal.report.html.figures import AXES, PALETTE, axis_title, shade
+from shoal.report.html.markup import Markup, element, joined
+from shoal.report.html.plots import Contest
 from shoal.report.schema import Curve, Report
 from shoal.report.units import scale_for
 
@@ -24,7 +24,7 @@ _LOG_RATIO = 5
 """Lines whose ends lie further apart than this are drawn over a logarithmic axis."""
 _LABEL_GAP = 17
 """The least vertical distance in pixels between two names at the ends of lines."""
-_COLOURS = ("#2563c9", "#d2691e", "#1f8a5b", "#8457c9", "#b8860b", "#c2417c", "#0e8a9a", "#6b7280")
+_INK, _MUTED, _RULE = PALETTE["ink"], PALETTE["muted"], PALETTE["line"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def draw(report: Report, metric: str | None = None, axis: str | None = None, tit
         for curve in curves
         if (line := averaged(curve, axis)) is not None
     ]
-    name, unit = AXES.get(axis, (axis.replace("_", " "), ""))
+    unit = AXES.get(axis, ("", ""))[1]
     along = scale_for(unit, max(line.x[-1] for _, line in lines))
-    label = name if along.unit in ("", unit) else f"{name} ({along.unit})"
+    label = axis_title(axis, along.unit)
     is_share = curves[0].unit in ("", "1") and all(
         0 <= value <= 1 for _, line in lines for value in line.high
     )
@@ -85,30 +85,35 @@ def draw(report: Report, metric: str | None = None, axis: str | None = None, tit
     metric_label = curves[0].metric.replace("_", " ") + (f" ({curves[0].unit})" if curves[0].unit else "")
     runs = max(line.num_starts for _, line in lines)
     note = f"mean of {runs} runs, band: lowest to highest" if runs > 1 else "one run"
-    font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="13"'
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    about = f'role="img" aria-label="{escape(title or metric_label)}"'
+    along_x = label + (" (logarithmic)" if x.is_log else "")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} {about}>',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        element("rect", width=WIDTH, height=HEIGHT, fill=PALETTE["paper"]),
         _text(_LEFT, 26, title or f"{metric_label} over {label}", size=17, weight=600),
-        _text(_LEFT, 46, f"{metric_label} over {label}; {note}" if title else note, fill="#646c76"),
+        _text(_LEFT, 46, f"{metric_label} over {label}; {note}" if title else note, fill=_MUTED),
         *_grid(x, y, is_share=is_share),
-        _text(
-            (_LEFT + WIDTH - _RIGHT) / 2,
-            HEIGHT - 12,
-            label + (" (logarithmic)" if x.is_log else ""),
-            fill="#646c76",
-            anchor="middle",
-        ),
+        _text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 12, along_x, fill=_MUTED, anchor="middle"),
     ]
     ends: list[tuple[float, str, str]] = []
     for number, (contender, line) in enumerate(lines):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = shade(number)
         scaled = [value / along.factor for value in line.x]
         parts += _drawn(scaled, line, x, y, colour)
         ends.append((y(line.mean[-1]), contender, colour))
-    return "\n".join([*parts, *_names(ends), "</svg>\n"])
+    return (
+        element(
+            "svg",
+            joined([*parts, *_names(ends)], "\n"),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {WIDTH} {HEIGHT}",
+            width=WIDTH,
+            height=HEIGHT,
+            font_family="system-ui, -apple-system, Segoe UI, sans-serif",
+            font_size=13,
+            role="img",
+            aria_label=title or metric_label,
+        )
+        + "\n"
+    )
 
 
 def _chosen(report: Report, metric: str | None, axis: str | None) -> tuple[list[Curve], str]:
@@ -142,22 +147,18 @@ def _scale(values: Sequence[float], start: float, end: float, *, is_log: bool = 
     return _Scale(low, high, start, end)
 
 
-def _grid(x: _Scale, y: _Scale, *, is_share: bool) -> list[str]:
+def _grid(x: _Scale, y: _Scale, *, is_share: bool) -> list[Markup]:
     parts = []
     for tick in y.ticks:
-        parts.append(
-            f'<line x1="{x.start}" x2="{x.end}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e6ea"/>'
-        )
+        at = f"{y(tick):.1f}"
+        parts.append(element("line", x1=x.start, x2=x.end, y1=at, y2=at, stroke=_RULE))
         label = f"{tick:.0%}" if is_share else f"{tick:,.6g}"
-        parts.append(_text(x.start - 8, y(tick) + 4, label, fill="#646c76", anchor="end"))
-    parts += [
-        _text(x(tick), y.start + 18, f"{tick:,.6g}", fill="#646c76", anchor="middle") for tick in x.ticks
-    ]
-    parts.append(f'<line x1="{x.start}" x2="{x.end}" y1="{y.start}" y2="{y.start}" stroke="#959da8"/>')
-    return parts
+        parts.append(_text(x.start - 8, y(tick) + 4, label, fill=_MUTED, anchor="end"))
+    parts += [_text(x(tick), y.start + 18, f"{tick:,.6g}", fill=_MUTED, anchor="middle") for tick in x.ticks]
+    return [*parts, element("line", x1=x.start, x2=x.end, y1=y.start, y2=y.start, stroke="#959da8")]
 
 
-def _drawn(scaled: Sequence[float], line: Line, x: _Scale, y: _Scale, colour: str) -> list[str]:
+def _drawn(scaled: Sequence[float], line: Line, x: _Scale, y: _Scale, colour: str) -> list[Markup]:
     def points(values: Sequence[float]) -> list[str]:
         pairs = zip(scaled, values, strict=True)
         return [f"{x(at):.1f},{y(value):.1f}" for at, value in pairs if at > 0 or not x.is_log]
@@ -165,14 +166,14 @@ def _drawn(scaled: Sequence[float], line: Line, x: _Scale, y: _Scale, colour: st
     parts = []
     if line.has_band:
         band = " ".join([*points(line.high), *reversed(points(line.low))])
-        parts.append(f'<polygon points="{band}" fill="{colour}" opacity="0.13"/>')
+        parts.append(element("polygon", points=band, fill=colour, opacity="0.13"))
     mean = " ".join(points(line.mean))
-    parts.append(f'<polyline points="{mean}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
-    parts.append(f'<circle cx="{x(scaled[-1]):.1f}" cy="{y(line.mean[-1]):.1f}" r="3.4" fill="{colour}"/>')
-    return parts
+    parts.append(element("polyline", points=mean, fill="none", stroke=colour, stroke_width="2.2"))
+    end = {"cx": f"{x(scaled[-1]):.1f}", "cy": f"{y(line.mean[-1]):.1f}"}
+    return [*parts, element("circle", **end, r="3.4", fill=colour)]
 
 
-def _names(ends: Sequence[tuple[float, str, str]]) -> list[str]:
+def _names(ends: Sequence[tuple[float, str, str]]) -> list[Markup]:
     """Lists the names of the lines at the right, each near the height of its line's end, none on another."""
     parts, last = [], -math.inf
     ordered = sorted(ends)
@@ -189,12 +190,10 @@ def _text(
     y: float,
     content: str,
     *,
-    fill: str = "#1b1f24",
+    fill: str = _INK,
     size: int = 13,
     weight: int = 400,
     anchor: str = "start",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" font-weight="{weight}" '
-        f'text-anchor="{anchor}">{escape(content)}</text>'
-    )
+) -> Markup:
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "text_anchor": anchor}
+    return element("text", content, fill=fill, font_size=size, font_weight=weight, **place)

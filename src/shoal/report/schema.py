@@ -7,6 +7,7 @@ Samples are raw and grouped by independent process start; statistics are compute
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any, Literal
 
 import msgspec
@@ -189,14 +190,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             seen[row.identity] = row
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a line for each sample. ReportError where pandas is missing."""
-        from shoal.report.figures import to_pandas
+        """A DataFrame with a line for each sample: the entries of its key, metric, unit, start and value.
 
-        return to_pandas(self)
+        A row that failed has one line, without a value, and with its error. ReportError where pandas is
+        missing.
+        """
+        pandas = library("pandas", "pip install pandas")
+        lines: list[dict[str, Any]] = []
+        for row in self.rows:
+            about = {**row.key, "metric": row.metric, "unit": row.unit, "direction": row.direction}
+            for number, samples in enumerate(row.starts):
+                lines += [{**about, "start": number, "value": value} for value in samples]
+            if row.error is not None:
+                lines.append({**about, "error": row.error})
+        return pandas.DataFrame(lines)
 
     def figure(self, metric: str | None = None, over: str | None = None) -> Any:
-        """A figure of plotly of one metric; see `shoal.report.figures.figure`."""
-        from shoal.report.figures import figure
+        """A figure of plotly of one metric; see `shoal.report.html.figures.figure`."""
+        from shoal.report.html.figures import figure
 
         return figure(self, metric, over)
 
@@ -204,6 +215,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> list[Row]:
         """The rows that hold an error instead of samples."""
         return [row for row in self.rows if row.error is not None]
+
+
+def library(name: str, install: str) -> Any:
+    """An optional library; ReportError that says how to install it where it is missing."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ReportError(f"This needs {package}, which is not installed", next_step=install) from error
 
 
 def rows_of(report: Report, metric: str) -> list[Row]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from shoal.core.untrusted import visible_line
 from shoal.report.curves import BEHIND, averaged, axes_of, histogram_of, is_histogram
-from shoal.report.diff import LABELS, TONES, Diff, RowDiff, RowVerdict
+from shoal.report.diff import Diff, RowDiff, RowVerdict
 from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, Lead, summarize
 from shoal.report.tables import Column, Line, Table
@@ -250,13 +250,13 @@ def unpaired_lines(diff: Diff) -> list[str]:
 
 def counts_text(diff: Diff) -> str:
     """'13 rows: 2 worse, 11 no difference found'; what did not occur is left out."""
-    counts = [f"{diff.count(verdict)} {LABELS[verdict]}" for verdict in RowVerdict if diff.count(verdict)]
+    counts = [f"{diff.count(verdict)} {verdict.label}" for verdict in RowVerdict if diff.count(verdict)]
     return f"{counted(len(diff.rows), 'row')}, negative is worse: {', '.join(counts)}"
 
 
 def verdict_text(row: RowDiff) -> str:
     """The verdict with what it rests on, as one line."""
-    judgement, label = row.judgement, LABELS[row.verdict]
+    judgement, label = row.judgement, row.verdict.label
     starts = f"{len(row.baseline.starts)} and {len(row.test.starts)} starts"
     if row.verdict is RowVerdict.TOO_FEW:
         needs = f"needs {judgement.starts_needed} on each side to find {judgement.effect_percent:g}%"
@@ -302,6 +302,6 @@ def _percentile_table(group: Group, rows: list[RowDiff]) -> Table:
                 )
                 is_known = change.baseline is not None and change.test is not None
                 cells.append("\n".join([*sides_of_one, percent(change.percent) if is_known else "-"]))
-        table.notes[len(table.rows)] = (verdict_text(row), STYLES[TONES[row.verdict]])
+        table.notes[len(table.rows)] = (verdict_text(row), STYLES[row.verdict.tone])
         table.rows.append((short_label(row.baseline, shared), sides, *cells))
     return table

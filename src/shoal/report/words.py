@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shoal.core.untrusted import visible_line
 from shoal.report.schema import Direction, Scalar, text
@@ -125,10 +125,13 @@ class MetricInfo(NamedTuple):
     words: str
     unit: str = ""
     direction: Direction = "lower"
+    shown: Literal["", "percent", "seconds", "setting"] = ""
+    """A share that people read in percent; a time that stays in seconds, even below one; a setting or a
+    count, of which more is neither better nor worse for who reads a page."""
 
 
 METRICS: dict[str, MetricInfo] = {
-    "accuracy": MetricInfo("accuracy", "", "higher"),
+    "accuracy": MetricInfo("accuracy", "", "higher", "percent"),
     "after_fault": MetricInfo("time from a fault to the next step", "s"),
     "asked": MetricInfo("time that clients asked for", "s"),
     "backward_latency": MetricInfo("time of a backward call", "s"),
@@ -137,10 +140,10 @@ METRICS: dict[str, MetricInfo] = {
     "calls_per_s": MetricInfo("calls in a second", "1/s", "higher"),
     "ceiling": MetricInfo("time to move the same bytes over plain sockets", "s"),
     "ceiling_cpu": MetricInfo("processor time to move the same bytes over plain sockets", "s"),
-    "chosen": MetricInfo("chosen for the contest", "", "higher"),
+    "chosen": MetricInfo("chosen for the contest", "", "higher", "setting"),
     "completed": MetricInfo("calls that were answered", "", "higher"),
     "consensus_distance": MetricInfo("how far models are apart"),
-    "cores_per_worker": MetricInfo("cores of a worker", "", "higher"),
+    "cores_per_worker": MetricInfo("cores of a worker", "", "higher", "setting"),
     "cpu_time": MetricInfo("processor time", "s"),
     "create": MetricInfo("time to start all peers", "s"),
     "distance": MetricInfo("distance from the optimum"),
@@ -156,14 +159,20 @@ METRICS: dict[str, MetricInfo] = {
     "failed_calls": MetricInfo("calls that failed"),
     "failed_echoes": MetricInfo("echoes that failed"),
     "failures": MetricInfo("calls that failed, by reason"),
-    "final_accuracy": MetricInfo("accuracy at the end", "", "higher"),
+    "final_accuracy": MetricInfo("accuracy at the end", "", "higher", "percent"),
     "final_distance": MetricInfo("distance from the optimum at the end"),
     "final_val_loss": MetricInfo("loss at the end"),
     "forward_latency": MetricInfo("time of a forward call", "s"),
-    "fraction_of_ceiling": MetricInfo("speed as a fraction of workers that share nothing", "", "higher"),
-    "fraction_of_own_speed": MetricInfo("speed of a worker as a fraction of its own alone", "", "higher"),
-    "fraction_of_sockets": MetricInfo("speed as a fraction of plain sockets", "", "higher"),
-    "fraction_of_tls_sockets": MetricInfo("speed as a fraction of plain TLS sockets", "", "higher"),
+    "fraction_of_ceiling": MetricInfo(
+        "speed as a fraction of workers that share nothing", "", "higher", "percent"
+    ),
+    "fraction_of_own_speed": MetricInfo(
+        "speed of a worker as a fraction of its own alone", "", "higher", "percent"
+    ),
+    "fraction_of_sockets": MetricInfo("speed as a fraction of plain sockets", "", "higher", "percent"),
+    "fraction_of_tls_sockets": MetricInfo(
+        "speed as a fraction of plain TLS sockets", "", "higher", "percent"
+    ),
     "get_bytes": MetricInfo("bytes for a record that is read", "B"),
     "get_datagrams": MetricInfo("datagrams for a record that is read"),
     "get_failures": MetricInfo("reads that failed"),
@@ -173,11 +182,11 @@ METRICS: dict[str, MetricInfo] = {
     "get_met_dead_at_most": MetricInfo("reads that met a dead peer, at most"),
     "get_round": MetricInfo("time of a round of reads", "s"),
     "get_slowest_met_dead": MetricInfo("slowest read that met a dead peer", "s"),
-    "get_success": MetricInfo("share of reads that found their record", "", "higher"),
+    "get_success": MetricInfo("share of reads that found their record", "", "higher", "percent"),
     "get_time_per_key": MetricInfo("time for one record that is read, many in a call", "s"),
     "gpu_allocated": MetricInfo("GPU memory in use", "B"),
     "gpu_reserved": MetricInfo("GPU memory that is held", "B"),
-    "gpus_per_worker": MetricInfo("GPUs of a worker", "", "higher"),
+    "gpus_per_worker": MetricInfo("GPUs of a worker", "", "higher", "setting"),
     "hung": MetricInfo("rounds that hung"),
     "images_per_s": MetricInfo("images in a second, all workers", "images/s", "higher"),
     "images_per_s_per_worker": MetricInfo("images in a second, one worker", "images/s", "higher"),
@@ -185,7 +194,7 @@ METRICS: dict[str, MetricInfo] = {
     "join_rate": MetricInfo("speed at which a joiner receives the state", "MB/s", "higher"),
     "latency": MetricInfo("time of a call", "s"),
     "launch": MetricInfo("time to start the server", "s"),
-    "like_machine_0": MetricInfo("machine is built like the first", "", "higher"),
+    "like_machine_0": MetricInfo("machine is built like the first", "", "higher", "setting"),
     "local_samples_per_s": MetricInfo("samples in a second, the module alone", "1/s", "higher"),
     "loss": MetricInfo("loss on test examples"),
     "lost_clients": MetricInfo("clients that were lost"),
@@ -195,24 +204,24 @@ METRICS: dict[str, MetricInfo] = {
     "memory": MetricInfo("memory of all peers", "B"),
     "mixing": MetricInfo("time to mix with neighbours", "s"),
     "not_reached": MetricInfo("runs that did not reach the target"),
-    "num_samples": MetricInfo("samples in all", "", "higher"),
+    "num_samples": MetricInfo("samples in all", "", "higher", "setting"),
     "peak_rss": MetricInfo("most memory of the process", "B"),
     "round": MetricInfo("time of a round", "s"),
     "round_bytes": MetricInfo("bytes of a round", "B"),
     "round_cpu": MetricInfo("processor time of a round", "s"),
     "round_over_ceiling": MetricInfo("time of a round, as a multiple of moving its bytes"),
     "round_trip": MetricInfo("time of a round trip", "s"),
-    "rss_growth": MetricInfo("growth of memory"),
-    "run_seconds": MetricInfo("time of the whole run", "s"),
-    "same_bits": MetricInfo("rounds after which all peers hold the same bits", "", "higher"),
+    "rss_growth": MetricInfo("growth of memory", shown="percent"),
+    "run_seconds": MetricInfo("time of the whole run", "s", shown="seconds"),
+    "same_bits": MetricInfo("rounds after which all peers hold the same bits", "", "higher", "percent"),
     "samples_per_s": MetricInfo("samples in a second", "1/s", "higher"),
-    "scaling_efficiency": MetricInfo("speed as a fraction of linear growth", "", "higher"),
+    "scaling_efficiency": MetricInfo("speed as a fraction of linear growth", "", "higher", "percent"),
     "sec_per_iter": MetricInfo("time of a training step", "s"),
     "seconds_per_iteration": MetricInfo("time of a training step", "s"),
-    "seconds_to_target": MetricInfo("time to reach the target", "s"),
-    "server_processes": MetricInfo("processes of the server"),
+    "seconds_to_target": MetricInfo("time to reach the target", "s", shown="seconds"),
+    "server_processes": MetricInfo("processes of the server", shown="setting"),
     "server_rss": MetricInfo("memory of the server", "B"),
-    "simulated": MetricInfo("virtual time that passed", "s"),
+    "simulated": MetricInfo("virtual time that passed", "s", shown="setting"),
     "slowest_over_fastest": MetricInfo("slowest worker's step over the fastest's"),
     "staleness": MetricInfo("updates behind"),
     "startup_experts": MetricInfo("time to build the experts", "s"),
@@ -226,28 +235,28 @@ METRICS: dict[str, MetricInfo] = {
     "store_messages": MetricInfo("messages for a record that is stored"),
     "store_replicas": MetricInfo("peers that hold a record", "", "higher"),
     "store_round": MetricInfo("time of a round of stores", "s"),
-    "store_success": MetricInfo("share of stores that succeeded", "", "higher"),
+    "store_success": MetricInfo("share of stores that succeeded", "", "higher", "percent"),
     "store_time_per_key": MetricInfo("time for one record that is stored, many in a call", "s"),
-    "survival": MetricInfo("share of peers that are alive at the end", "", "higher"),
+    "survival": MetricInfo("share of peers that are alive at the end", "", "higher", "percent"),
     "throughput": MetricInfo("samples in a second", "samples/s", "higher"),
     "tokens_per_s": MetricInfo("tokens in a second, all workers", "tokens/s", "higher"),
     "tokens_per_s_per_worker": MetricInfo("tokens in a second, one worker", "tokens/s", "higher"),
-    "total": MetricInfo("time that the benchmark took", "s"),
-    "touched_experts": MetricInfo("experts that were used", "", "higher"),
+    "total": MetricInfo("time that the benchmark took", "s", shown="setting"),
+    "touched_experts": MetricInfo("experts that were used", "", "higher", "setting"),
     "train_loss": MetricInfo("loss in training"),
-    "tuning_accuracy": MetricInfo("accuracy while a learning rate was chosen", "", "higher"),
+    "tuning_accuracy": MetricInfo("accuracy while a learning rate was chosen", "", "higher", "percent"),
     "tuning_distance": MetricInfo("distance while a learning rate was chosen"),
-    "val_accuracy": MetricInfo("accuracy on held-out data", "", "higher"),
-    "val_accuracy_last_5": MetricInfo("accuracy on held-out data, last five", "", "higher"),
+    "val_accuracy": MetricInfo("accuracy on held-out data", "", "higher", "percent"),
+    "val_accuracy_last_5": MetricInfo("accuracy on held-out data, last five", "", "higher", "percent"),
     "val_loss": MetricInfo("loss on held-out data"),
     "virtual_calls_per_s": MetricInfo("simulated calls in a second", "1/s", "higher"),
-    "virtual_s": MetricInfo("virtual time that passed", "s"),
-    "waited": MetricInfo("time that workers waited", "s"),
-    "wall": MetricInfo("time that the benchmark took", "s"),
+    "virtual_s": MetricInfo("virtual time that passed", "s", shown="setting"),
+    "waited": MetricInfo("time that workers waited", "s", shown="seconds"),
+    "wall": MetricInfo("time that the benchmark took", "s", shown="setting"),
     "wall_time": MetricInfo("time that passed", "s"),
-    "worst_accuracy": MetricInfo("worst worker's accuracy", "", "higher"),
+    "worst_accuracy": MetricInfo("worst worker's accuracy", "", "higher", "percent"),
     "worst_distance": MetricInfo("worst worker's distance"),
-    "worst_final_accuracy": MetricInfo("worst worker's accuracy at the end", "", "higher"),
+    "worst_final_accuracy": MetricInfo("worst worker's accuracy at the end", "", "higher", "percent"),
     "worst_final_distance": MetricInfo("worst worker's distance at the end"),
 }
 """By key: the figures of all benchmarks, but for those of collectives, which are named by the operation."""
@@ -271,6 +280,11 @@ def sentence_case(words: str) -> str:
 def metric_words(key: str) -> str:
     """What a figure is called for people; its key with spaces where no words are known."""
     return METRICS[key].words if key in METRICS else key.replace("_", " ")
+
+
+def metric_title(key: str) -> str:
+    """What a figure is called at the head of a plot, a table or an axis."""
+    return sentence_case(metric_words(key))
 
 
 # --- entries of keys ---
@@ -316,13 +330,6 @@ VALUES = {
 }
 """What some values of entries are called for people."""
 _ABSENT_OF = {"fraction_of_tls_sockets": {"via": "stream, TLS"}}
-FACTS = frozenset(
-    {
-        "chosen", "cores_per_worker", "gpus_per_worker", "like_machine_0", "num_samples",
-        "server_processes", "simulated", "total", "touched_experts", "virtual_s", "wall",
-    }
-)  # fmt: skip
-"""Settings and counts, of which more is neither better nor worse for who reads a page."""
 
 
 def value_words(name: str, value: Scalar | None, metric: str = "") -> str:
@@ -338,7 +345,7 @@ def value_words(name: str, value: Scalar | None, metric: str = "") -> str:
 
 def arrow_of(metric: str, direction: str) -> str:
     """Which way is better, as an arrow; '' for what is no result."""
-    return "" if metric in FACTS else "↑" if direction == "higher" else "↓"
+    return "" if _shown_as(metric) == "setting" else "↑" if direction == "higher" else "↓"
 
 
 def key_words(name: str) -> str:
@@ -411,35 +418,24 @@ def words_used(said: str) -> dict[str, str]:
 
 # --- units ---
 
-SHARES = frozenset(
-    {
-        "accuracy", "final_accuracy", "fraction_of_ceiling", "fraction_of_own_speed", "fraction_of_sockets",
-        "fraction_of_tls_sockets", "get_success", "rss_growth", "same_bits", "scaling_efficiency",
-        "store_success", "survival", "tuning_accuracy", "val_accuracy", "val_accuracy_last_5",
-        "worst_accuracy", "worst_final_accuracy",
-    }
-)  # fmt: skip
-"""Figures that people read in percent."""
 _LARGE_RATE = 1e7
-_IN_SECONDS = frozenset({"run_seconds", "seconds_to_target", "waited"})
-"""Figures that headlines and maps write in seconds, even below one."""
 _LEAST_SECONDS = 0.01
+_BYTE_RATES = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "bytes/s")
 
 
 def scale_of(metric: str, unit: str, values: Sequence[float]) -> Scale:
-    """The scale in which a page shows several values of a figure: that of their median."""
-    return figure_scale(metric, unit, percentile(list(map(abs, values)), 50) if values else 1.0)
-
-
-def figure_scale(metric: str, unit: str, reference: float) -> Scale:
-    """The scale in which a page shows a figure: shares in percent, rates in whole numbers."""
-    if metric in SHARES and unit in {"", "1"}:
+    """The scale in which a page shows values of a figure, by their median: shares in percent, rates whole."""
+    reference = percentile([abs(value) for value in values], 50) if values else 1.0
+    shown = _shown_as(metric)
+    if shown == "percent" and unit in {"", "1"}:
         return Scale(0.01, "%")
-    if metric in _IN_SECONDS and abs(reference) >= _LEAST_SECONDS:
+    if shown == "seconds" and reference >= _LEAST_SECONDS:
         return Scale(1.0, "s")
-    if unit.endswith("/s") and unit.removesuffix("/s") not in {"B", "kB", "MB", "GB", "TB", "bytes"}:
+    if unit.endswith("/s") and unit not in _BYTE_RATES:
         name = "/s" if unit == "1/s" else unit
-        if abs(reference) >= _LARGE_RATE:
-            return Scale(1e6, f"million {name}")
-        return Scale(1.0, name)
+        return Scale(1e6, f"million {name}") if reference >= _LARGE_RATE else Scale(1.0, name)
     return scale_for(unit, reference)
+
+
+def _shown_as(metric: str) -> str:
+    return METRICS[metric].shown if metric in METRICS else ""

@@ -395,7 +395,7 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
             EFFICIENCY: [point.efficiency for point in lane.points],
         }
         for metric, along in values.items():
-            _, unit, direction = METRICS[metric]
+            _, unit, direction, _ = METRICS[metric]
             key: dict[str, Scalar] = {"strategy": lane.strategy, "batch_size": lane.batch_size}
             starts = [{"num_workers": sizes, "value": along}]
             curves.append(Curve(key=key, metric=metric, unit=unit, direction=direction, starts=starts))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from shoal.report.plots import Section, Shown, dotted
+from shoal.report.html.distributions import number_cell
+from shoal.report.html.markup import Markup, Section, element, how, joined, table, titled
+from shoal.report.html.plots import Shown, dotted
 from shoal.report.schema import Report, Row, Scalar, flatten, is_number, text
 from shoal.report.statistics import percentile, start_medians
 from shoal.report.units import digits
-from shoal.report.words import figure_scale, key_label, key_words, metric_words, sentence_case
+from shoal.report.words import key_label, key_words, metric_title, scale_of
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,12 @@ DOCUMENTS = (
 )
 
 
+HOW = (
+    "Figures that the documents of the system from which this benchmark comes print, measured on its "
+    "hardware. Ours stand beside them only where the settings are the same, and hardware still differs."
+)
+
+
 def beside_documents(shown: Sequence[Shown]) -> Section:
     """What documents print of the same measurement, and ours where the setups are the same."""
     parts = []
@@ -138,48 +145,32 @@ def beside_documents(shown: Sequence[Shown]) -> Section:
             )
             if is_of and all(_is_equal(config, name, value) for name, value in document.kind.items()):
                 parts.append(_table(document, item, config))
-    return Section("Published by others", HOW, "".join(parts))
+    return Section("Published by others", HOW, joined(parts))
 
 
-HOW = (
-    "Figures that the documents of the system from which this benchmark comes print, measured on its "
-    "hardware. Ours stand beside them only where the settings are the same, and hardware still differs."
-)
-
-
-def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> str:
-    report = item.report
+def _table(document: Document, item: Shown, config: Mapping[str, Any]) -> Markup:
     models = config.get("models", ())
-    figures = [each for each in document.figures if "model" not in each.key or each.key["model"] in models]
-    differences = list(_differences(document, config))
-    has_ours = not differences
-    heads = "<th>figure</th><th class=number>in the document</th>"
-    heads += "<th class=number>here</th>" if has_ours else ""
-    lines = []
-    for figure in figures:
-        row = None if differences else _row_of(report, figure)
-        scale = figure_scale(figure.metric, _unit_of(report, figure.metric), figure.value)
-        ours = "–" if row is None else escape(scale.format(percentile(start_medians(row), 50)))
-        key = key_label(figure.key)
-        name = sentence_case(metric_words(figure.metric)) + (f" · {key}" if key else "")
-        lines.append(
-            f'<tr><td title="{escape(figure.metric, quote=True)}">{escape(name)}</td>'
-            f"<td class=number>{escape(scale.format(figure.value))}</td>"
-            f"{f'<td class=number>{ours}</td>' if has_ours else ''}</tr>"
-        )
-    about = dotted(item.label, document.source, document.hardware)
-    said = (
-        f"These are for other settings and cannot be compared with this report: {'; '.join(differences)}."
-        if differences
-        else ""
+    differences = "; ".join(_differences(document, config))
+    rows = []
+    for figure in document.figures:
+        if "model" in figure.key and figure.key["model"] not in models:
+            continue
+        scale = scale_of(figure.metric, _unit_of(item.report, figure.metric), [figure.value])
+        name = metric_title(figure.metric) + (f" · {key_label(figure.key)}" if figure.key else "")
+        cells = [element("td", name, title=figure.metric), number_cell(scale.format(figure.value))]
+        if not differences:
+            row = _row_of(item.report, figure)
+            ours = "–" if row is None else scale.format(percentile(start_medians(row), 50))
+            cells.append(number_cell(ours))
+        rows.append(element("tr", *cells))
+    if not rows:
+        return Markup()
+    columns = ["in the document"] if differences else ["in the document", "here"]
+    heads = [element("th", "figure"), *(element("th", name, kind="number") for name in columns)]
+    said = "These are for other settings and cannot be compared with this report: "
+    return titled(dotted(item.label, document.source, document.hardware), table(heads, rows)) + how(
+        f"{said}{differences}." if differences else ""
     )
-    if not lines:
-        return ""
-    content = (
-        f'<h4>{escape(about)}</h4><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
-    return content + (f'<p class="how">{escape(said)}</p>' if said else "")
 
 
 def _differences(document: Document, config: Mapping[str, Any]) -> Iterator[str]:
