@@ -49,6 +49,7 @@ from shoal.bench.workers import (
     start_servers,
 )
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report import Curve, Row
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from shoal.strategies.strategy import Strategy
 
 Task = Literal["digits", "mnist"]
-Model = Literal["small-mlp", "small-cnn"]
+MODELS = ("small-mlp", "small-cnn")
 ACCURACY, WORST, DISTANCE, LOSS = "accuracy", "worst_accuracy", "consensus_distance", "loss"
 FINAL, WORST_FINAL, TO_TARGET = "final_accuracy", "worst_final_accuracy", "seconds_to_target"
 BYTES, SPEED = "bytes_sent", "examples_per_s"
@@ -73,6 +74,8 @@ FIGURES = (FINAL, WORST_FINAL, TO_TARGET, BYTES_TO_TARGET, STEPS_TO_TARGET, BYTE
 """At the end of a run, or at the target (left out where it was not reached); of all workers together."""
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
+SIDES, NUM_CLASSES = {"digits": 8, "mnist": 28}, 10
+"""Of the images of both tasks, which have one channel."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
 _WARM_STEPS = 5
 NUM_WORKERS, NUM_SEEDS = 8, 3
@@ -98,7 +101,9 @@ class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `shoal bench accuracy`."""
 
     task: Annotated[Task, flag("What is learned.")] = "digits"
-    model: Annotated[Model, flag("By which network.")] = "small-mlp"
+    model: Annotated[
+        str, flag("By which network: small-mlp, small-cnn, or your own as file.py:factory.", metavar="NAME")
+    ] = "small-mlp"
     strategies: Annotated[
         tuple[str, ...] | None,
         flag(
@@ -158,7 +163,7 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """What is trained, by whom and for how long."""
 
     task: Task = "digits"
-    model: Model = "small-mlp"
+    model: str = "small-mlp"
     contenders: tuple[Contender, ...] = ()
     splits: tuple[str, ...] = ("iid",)
     num_workers: int = 8
@@ -201,6 +206,7 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:
     """Make of the flags what is trained; UsageError where they contradict each other."""
     check_data_dir(flags.data_dir, flags.task)
+    check_model(flags.model, flags.task)
     size = hosts.num_workers(flags.num_workers, default=NUM_WORKERS)
     steps = flags.steps or (SHORT_STEPS if run.short else STEPS[flags.task])
     tricks: list[str] = []
@@ -229,6 +235,37 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
     }
     fields = {**same_fields(flags, AccuracyConfig), **resolved}
     return AccuracyConfig(**fields, contenders=contenders, tricks=tricks, seed=run.seed)
+
+
+def check_model(name: str, task: Task) -> None:
+    """UsageError for a network that there is not, or that cannot tell the classes of the task apart."""
+    if name in MODELS:
+        return
+    if ":" not in name:
+        raise UsageError(
+            f"There is no model {name!r} for {task}.{did_you_mean(name, MODELS)}",
+            next_step=f"take one of {', '.join(MODELS)}, or your own as package.module:factory or "
+            "file.py:factory.",
+        )
+    import torch
+
+    from shoal.models import model_named
+
+    shape = (1, SIDES[task], SIDES[task])
+    model = model_named(name).build()
+    try:
+        with torch.no_grad():
+            told = model(torch.zeros(2, *shape)).shape
+    except Exception as error:
+        raise UsageError(
+            f"{name} fails on the images of {task}, of shape {shape}: {type(error).__name__}: {error}",
+            next_step="let the factory return a model that takes them.",
+        ) from error
+    if len(told) != 2 or told[1] < NUM_CLASSES:
+        raise UsageError(
+            f"{name} returns logits of shape {tuple(told[1:])} for an image of {task}.",
+            next_step=f"let its last layer have {NUM_CLASSES} outputs, one for each class.",
+        )
 
 
 def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
@@ -586,11 +623,14 @@ def beginner(config: AccuracyConfig, device: torch.device | None = None) -> tupl
     import torch
     from torch.optim import SGD
 
-    from shoal.models import mlp, small_cnn, small_mlp
+    from shoal.models import mlp, model_named, small_cnn, small_mlp
     from shoal.simulate.tasks import MNIST_WIDTHS
 
     torch.manual_seed(config.seed)
-    if config.model == "small-cnn":
+    model: nn.Module
+    if ":" in config.model:
+        model = model_named(config.model).build()
+    elif config.model == "small-cnn":
         model = small_cnn()
     else:
         model = small_mlp() if config.task == "digits" else mlp(MNIST_WIDTHS)
