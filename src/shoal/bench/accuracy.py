@@ -35,7 +35,7 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, curve, measured, same_fields
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, curve, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -159,6 +159,12 @@ class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
         return self.seeds or (1 if is_one else NUM_SEEDS)
 
 
+class AccuracyRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; how often it is started is what --seeds says."""
+
+    starts: int = 1
+
+
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, by whom and for how long."""
 
@@ -201,6 +207,24 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
         for split in self.splits:
             check_split(split)
+
+
+def accuracy_command(flags: AccuracyFlags, hosts: HostFlags, run: AccuracyRunFlags) -> BenchmarkPlan:
+    """To which accuracy workers come under each strategy: over steps, seconds and bytes.
+
+    Without --strategies: BlueFog's tricks. Neighbour averaging in both orders, each plain, with a smaller
+    warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
+    """
+    from shoal.bench.tables.accuracy import accuracy_items, summarize_accuracy
+
+    config = accuracy_config(flags, hosts, run)
+    run = msgspec.structs.replace(run, starts=flags.num_starts(hosts, is_short=run.short))
+    where = hosts.starter(config.num_workers)
+    if where is None:
+        fetch_data(flags)
+    return BenchmarkPlan(
+        config=config, run=run, summarize=summarize_accuracy, items=accuracy_items, where=where
+    )
 
 
 def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:

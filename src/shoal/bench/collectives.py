@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize
-from shoal.bench.frame import RowKey, Tell
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
@@ -196,6 +196,18 @@ def collectives_config(flags: CollectivesFlags, hosts: HostFlags, *, is_short: b
     }
     return msgspec.structs.replace(
         config, **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def collectives_command(flags: CollectivesFlags, hosts: HostFlags, run: RunFlags) -> BenchmarkPlan:
+    """Operations of a group in memory that workers share, or between machines, beside gloo's."""
+    config = collectives_config(flags, hosts, is_short=run.short)
+    where = None
+    if hosts.are_named:
+        ((num_machines, num_workers),) = config.machines
+        where = hosts.starter(num_machines * num_workers)
+    return BenchmarkPlan(
+        config=config, run=run, summarize=summarize_collectives, items=collectives_items, where=where
     )
 
 

@@ -34,7 +34,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     tell_sharing,
 )
-from shoal.bench.frame import RunFlags, Tell, measured, same_fields
+from shoal.bench.frame import BenchmarkPlan, RunFlags, Tell, WholeRunFlags, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -126,7 +126,7 @@ class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
     master_port: Annotated[int | None, flag("Where they meet there.", ge=1, le=65535, metavar="PORT")] = None
 
 
-class DdpRunFlags(RunFlags, frozen=True, kw_only=True):
+class DdpRunFlags(WholeRunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark; --json has PyTorch's layout here."""
 
     json_file: Annotated[
@@ -182,6 +182,20 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def is_ddp(self) -> bool:
         """Whether torch's own wrapper is measured, and no strategy of Shoal's in its place."""
         return is_ddp(self.strategy)
+
+
+def ddp_command(flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> BenchmarkPlan:
+    """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
+    take_part(flags)
+    config = ddp_config(flags, hosts, run)
+    return BenchmarkPlan(
+        config=config,
+        run=run,
+        summarize=summarize_ddp,
+        items=ddp_items,
+        where=hosts.starter(config.num_workers),
+        encode=encode_ddp,
+    )
 
 
 def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import check_profile
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, Tell, WholeRunFlags, announce, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
+from shoal.doctor import machine
 from shoal.report import Row
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class DhtRunFlags(RunFlags, frozen=True, kw_only=True):
+class DhtRunFlags(WholeRunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark, with the document's other name of the seed."""
 
     seed: Annotated[int, flag("Of the first start; each further one adds 1.", "--seed", "--random-seed")] = 0
@@ -271,6 +272,16 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
         wait_timeout_s=flags.get("wait_timeout"),
         profile=flags.get("profile", "wan") if is_virtual else None,
     )
+
+
+def dht_command(flags: DhtFlags, run: DhtRunFlags) -> BenchmarkPlan:
+    """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
+    from shoal.bench.tables.dht import dht_items, summarize_dht
+
+    config = config_of(flags.mode, msgspec.structs.asdict(flags), is_virtual=flags.virtual)
+    if not flags.virtual:
+        announce(machine.ensure_open_files(config.num_files, should_raise=flags.increase_file_limit))
+    return BenchmarkPlan(config=config, run=run, summarize=summarize_dht, items=dht_items)
 
 
 def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:

@@ -25,7 +25,16 @@ from shoal.bench.experts import (
     check_device,
     ensure_files,
 )
-from shoal.bench.frame import RowKey, Tell, curve, measured, same_fields
+from shoal.bench.frame import (
+    BenchmarkPlan,
+    RowKey,
+    Tell,
+    WholeRunFlags,
+    announce,
+    curve,
+    measured,
+    same_fields,
+)
 from shoal.bench.workers import Child, ask_all, child, client_processes
 from shoal.core import Address, BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -189,6 +198,20 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
     def calls(self, passes: Passes) -> int:
         """Waits of one batch."""
         return self.num_layers * (1 if passes == "forward" else 2)
+
+
+def latency_command(flags: LatencyFlags, run: WholeRunFlags, more: Sequence[str] | None) -> BenchmarkPlan:
+    """Throughput under latency: model parallelism without delays, with them, and expert servers.
+
+    A model is a row of layers. 'fast' holds neighbouring layers on one device and waits for nothing; 'slow'
+    waits after every layer, ping × Exp(1); 'ours' are expert servers, which many clients ask at once, each
+    waiting as long after every layer. After Learning@home's throughput scripts; forward only, as they are.
+    """
+    config = latency_config(flags, more or ())
+    if not flags.virtual:
+        announce(check_machine(config, should_raise_limit=flags.increase_file_limit))
+        announce(waiting_text(config))
+    return BenchmarkPlan(config=config, run=run, summarize=summarize_latency, items=latency_items)
 
 
 def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:

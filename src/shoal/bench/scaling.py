@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,13 +41,14 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
+from shoal.report.tables import show, tell_result
 from shoal.report.units import counted
 from shoal.strategies.registry import canonical, find
 
@@ -190,6 +192,26 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Whether the most workers that are measured are on several machines."""
         sizes = [size for size in (self.workers_per_machine, self.workers_on_machine) if size is not None]
         return bool(sizes) and min(sizes) < max(self.num_workers)
+
+
+def scaling_command(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> BenchmarkPlan | None:
+    """Images a second from one worker to many, under each strategy: how near to linear it stays."""
+    if flags.predict_published:
+        from shoal.bench.forecast.published import published_items, published_result
+
+        show(published_items(), sys.stdout)
+        tell_result(published_result(), sys.stdout)
+        return None
+    from shoal.bench.tables.scaling import scaling_items, summarize_scaling
+
+    config = scaling_config(flags, hosts, run)
+    return BenchmarkPlan(
+        config=config,
+        run=run,
+        summarize=summarize_scaling,
+        items=scaling_items,
+        where=hosts.starter(config.crew_size),
+    )
 
 
 def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> ScalingConfig:

@@ -2,7 +2,7 @@
 
 One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
 ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
-the samples say is `tables.training`'; servers and workers that are started by hand are `training_by_hand`'s.
+the samples say is `tables.training`'; servers and workers that are started by hand are `processes.by_hand`'s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -232,6 +232,29 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
                 next_step=f"give --slow-worker RANK:FACTOR with a rank from 0 to {self.num_workers - 1}.",
             )
+
+
+def training_command(
+    flags: TrainingFlags, hosts: HostFlags, run: RunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan | None:
+    """Training under each strategy, beside workers that share nothing: what sharing costs.
+
+    With --job-name this process is one parameter server or worker of those that are started by hand.
+    """
+    if flags.is_by_hand:
+        from shoal.bench.processes.by_hand import by_hand_plan
+
+        return by_hand_plan(flags, hosts, run, typed)
+    from shoal.bench.tables.training import summarize_training, training_items
+
+    config = training_config(flags, hosts, run)
+    return BenchmarkPlan(
+        config=config,
+        run=run,
+        summarize=summarize_training,
+        items=training_items,
+        where=hosts.starter(config.num_workers),
+    )
 
 
 def training_config(flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> TrainingConfig:

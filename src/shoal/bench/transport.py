@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, measured
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
@@ -70,6 +70,18 @@ class TransportRunFlags(RunFlags, frozen=True, kw_only=True):
 
     starts: Annotated[int, flag("Independent process starts; 5 or more to compare.")] = MIN_STARTS
     short: Annotated[bool, flag("Quickly, and one start unless told otherwise.")] = False
+
+
+def transport_command(
+    flags: TransportFlags, run: TransportRunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan:
+    """Echoes between two processes, by streams, TLS and sealed datagrams, beside bare sockets."""
+    config = SHORT if run.short else TransportConfig()
+    if flags.repeats is not None:
+        config = msgspec.structs.replace(config, repeats=flags.repeats)
+    starts = 1 if run.short and "starts" not in typed else run.starts
+    run = msgspec.structs.replace(run, starts=starts)
+    return BenchmarkPlan(config=config, run=run, summarize=summarize_transport)
 
 
 def serve_echo(arguments: dict[str, Any], parent: Parent) -> None:

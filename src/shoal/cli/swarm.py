@@ -62,7 +62,7 @@ _COLUMNS = (
 )
 
 
-@with_flags()
+@with_flags
 def swarm(
     join: Annotated[
         list[str],

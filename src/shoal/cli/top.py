@@ -43,7 +43,7 @@ from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result
 from shoal.report.units import counted, digits, percent, scale_for
 
 
-@with_flags()
+@with_flags
 def top(
     run: Annotated[
         str | None,
