@@ -222,9 +222,7 @@ def accuracy_command(flags: AccuracyFlags, hosts: HostFlags, run: AccuracyRunFla
     where = hosts.starter(config.num_workers)
     if where is None:
         fetch_data(flags)
-    return BenchmarkPlan(
-        config=config, run=run, summarize=summarize_accuracy, items=accuracy_items, where=where
-    )
+    return BenchmarkPlan(config, run, summarize_accuracy, accuracy_items, where=where)
 
 
 def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:

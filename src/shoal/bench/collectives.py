@@ -206,9 +206,7 @@ def collectives_command(flags: CollectivesFlags, hosts: HostFlags, run: RunFlags
     if hosts.are_named:
         ((num_machines, num_workers),) = config.machines
         where = hosts.starter(num_machines * num_workers)
-    return BenchmarkPlan(
-        config=config, run=run, summarize=summarize_collectives, items=collectives_items, where=where
-    )
+    return BenchmarkPlan(config, run, summarize_collectives, collectives_items, where=where)
 
 
 def _machines(flags: CollectivesFlags, hosts: HostFlags) -> tuple[tuple[int, int], ...] | None:

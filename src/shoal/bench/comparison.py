@@ -145,7 +145,7 @@ def compare_command(flags: CompareFlags, run: CompareRunFlags) -> BenchmarkPlan:
         return items
 
     config = msgspec.structs.replace(config, notes=(*config.notes, *slow))
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_compare, items=told)
+    return BenchmarkPlan(config, run, summarize_compare, told)
 
 
 def compare(

@@ -202,7 +202,7 @@ def convergence_command(
     # found or fetched once, before every process looks for it
     for is_training in (True, False):
         mnist(train=is_training, folder=flags.data_dir)
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_convergence, items=convergence_items)
+    return BenchmarkPlan(config, run, summarize_convergence, convergence_items)
 
 
 def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[str, str]) -> ConvergenceConfig:

@@ -189,12 +189,7 @@ def ddp_command(flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> Benchmar
     take_part(flags)
     config = ddp_config(flags, hosts, run)
     return BenchmarkPlan(
-        config=config,
-        run=run,
-        summarize=summarize_ddp,
-        items=ddp_items,
-        where=hosts.starter(config.num_workers),
-        encode=encode_ddp,
+        config, run, summarize_ddp, ddp_items, where=hosts.starter(config.num_workers), encode=encode_ddp
     )
 
 

@@ -281,7 +281,7 @@ def dht_command(flags: DhtFlags, run: DhtRunFlags) -> BenchmarkPlan:
     config = config_of(flags.mode, msgspec.structs.asdict(flags), is_virtual=flags.virtual)
     if not flags.virtual:
         announce(machine.ensure_open_files(config.num_files, should_raise=flags.increase_file_limit))
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_dht, items=dht_items)
+    return BenchmarkPlan(config, run, summarize_dht, dht_items)
 
 
 def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:

@@ -141,7 +141,7 @@ class WholeRunFlags(RunFlags, frozen=True, kw_only=True):
     short: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BenchmarkPlan:
     """What a command line asks to be measured, and what is said of it."""
 

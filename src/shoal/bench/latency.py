@@ -211,7 +211,7 @@ def latency_command(flags: LatencyFlags, run: WholeRunFlags, more: Sequence[str]
     if not flags.virtual:
         announce(check_machine(config, should_raise_limit=flags.increase_file_limit))
         announce(waiting_text(config))
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_latency, items=latency_items)
+    return BenchmarkPlan(config, run, summarize_latency, latency_items)
 
 
 def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:

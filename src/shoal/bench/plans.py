@@ -21,9 +21,9 @@ def experts_command(flags: ExpertsFlags, run: WholeRunFlags) -> BenchmarkPlan:
     should_raise = flags.increase_file_limit or preset_named(flags.preset).should_raise_file_limit
     config = config_of(flags.preset, msgspec.structs.asdict(flags))
     announce(ensure_files(config.num_files, should_raise=should_raise))
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_experts, items=experts_items)
+    return BenchmarkPlan(config, run, summarize_experts, experts_items)
 
 
 def swarm_command(flags: SwarmFlags, run: RunFlags) -> BenchmarkPlan:
     """Rounds of a swarm of processes, clean and with a peer killed or stopped, beside the transport alone."""
-    return BenchmarkPlan(config=swarm_config(flags, run), run=run, summarize=summarize_swarm)
+    return BenchmarkPlan(swarm_config(flags, run), run=run, summarize=summarize_swarm)

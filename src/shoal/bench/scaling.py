@@ -205,13 +205,7 @@ def scaling_command(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> Ben
     from shoal.bench.tables.scaling import scaling_items, summarize_scaling
 
     config = scaling_config(flags, hosts, run)
-    return BenchmarkPlan(
-        config=config,
-        run=run,
-        summarize=summarize_scaling,
-        items=scaling_items,
-        where=hosts.starter(config.crew_size),
-    )
+    return BenchmarkPlan(config, run, summarize_scaling, scaling_items, where=hosts.starter(config.crew_size))
 
 
 def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> ScalingConfig:

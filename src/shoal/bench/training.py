@@ -249,11 +249,7 @@ def training_command(
 
     config = training_config(flags, hosts, run)
     return BenchmarkPlan(
-        config=config,
-        run=run,
-        summarize=summarize_training,
-        items=training_items,
-        where=hosts.starter(config.num_workers),
+        config, run, summarize_training, training_items, where=hosts.starter(config.num_workers)
     )
 
 

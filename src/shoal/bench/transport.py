@@ -81,7 +81,7 @@ def transport_command(
         config = msgspec.structs.replace(config, repeats=flags.repeats)
     starts = 1 if run.short and "starts" not in typed else run.starts
     run = msgspec.structs.replace(run, starts=starts)
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_transport)
+    return BenchmarkPlan(config, run, summarize_transport)
 
 
 def serve_echo(arguments: dict[str, Any], parent: Parent) -> None:

@@ -88,7 +88,7 @@ class VirtualRunFlags(WholeRunFlags, frozen=True, kw_only=True):
 def virtual_command(config: VirtualConfig, run: VirtualRunFlags) -> BenchmarkPlan:
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     Profile.load(config.profile)  # complains before anything is started
-    return BenchmarkPlan(config=config, run=run, summarize=summarize_virtual)
+    return BenchmarkPlan(config, run, summarize_virtual)
 
 
 class VirtualScenario:

@@ -110,9 +110,7 @@ def by_hand_plan(
     # workers that share a folder end at the same time: each has a name of its own
     report = run.report or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
     run = msgspec.structs.replace(run, starts=1, against=None, report=report)
-    return BenchmarkPlan(
-        config=config, run=run, summarize=summarize_worker, items=worker_items, where=WorkerByHand(role, say)
-    )
+    return BenchmarkPlan(config, run, summarize_worker, worker_items, where=WorkerByHand(role, say))
 
 
 def role_of(flags: TrainingFlags, hosts: HostFlags) -> Role:
