@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize
+from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize, tell_sharing
 from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -194,9 +194,12 @@ def collectives_config(flags: CollectivesFlags, hosts: HostFlags, *, is_short: b
         "ops": None if flags.ops is None else tuple(op.replace("-", "_") for op in flags.ops),
         "repeats": flags.repeats,
     }
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config, **{name: value for name, value in given.items() if value is not None}
     )
+    between = tuple(num_machines * num_workers for num_machines, num_workers in config.machines)
+    tell_sharing(config.device, hosts, max(between or config.workers))
+    return config
 
 
 def collectives_command(flags: CollectivesFlags, hosts: HostFlags, run: RunFlags) -> BenchmarkPlan:

@@ -200,8 +200,7 @@ def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
     num_here = num_gpus() if is_gpu else 0
     size = hosts.num_workers(flags.num_workers, flags.world_size or num_here or DEFAULT_WORKERS)
     is_shared = is_gpu and has_shared_gpus(hosts, size)
-    if is_shared:
-        tell_sharing(hosts, size)
+    tell_sharing(device, hosts, size)
     if is_shared and flags.distributed_backend == "nccl":
         raise UsageError(
             "NCCL refuses workers that share a GPU.",
