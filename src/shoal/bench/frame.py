@@ -164,6 +164,8 @@ class Benchmark(NamedTuple):
     """Made as `class(config, seed)` in the process that measures."""
     command: str
     """Takes structs of flags and returns a `BenchmarkPlan`, or None where it has done all by itself."""
+    is_ranked: bool = False
+    """Whether a launcher may have started its workers."""
 
 
 BENCHMARKS = {
@@ -173,10 +175,10 @@ BENCHMARKS = {
     "dht": Benchmark("dht:DhtScenario", "dht:dht_command"),
     "experts": Benchmark("experts:ExpertsScenario", "plans:experts_command"),
     "collectives": Benchmark("collectives:CollectivesScenario", "collectives:collectives_command"),
-    "training": Benchmark("training:TrainingScenario", "training:training_command"),
-    "ddp": Benchmark("ddp:DdpScenario", "ddp:ddp_command"),
-    "scaling": Benchmark("scaling:ScalingScenario", "scaling:scaling_command"),
-    "accuracy": Benchmark("accuracy:AccuracyScenario", "accuracy:accuracy_command"),
+    "training": Benchmark("training:TrainingScenario", "training:training_command", is_ranked=True),
+    "ddp": Benchmark("ddp:DdpScenario", "ddp:ddp_command", is_ranked=True),
+    "scaling": Benchmark("scaling:ScalingScenario", "scaling:scaling_command", is_ranked=True),
+    "accuracy": Benchmark("accuracy:AccuracyScenario", "accuracy:accuracy_command", is_ranked=True),
     "convergence": Benchmark("convergence:ConvergenceScenario", "convergence:convergence_command"),
     "latency": Benchmark("latency:LatencyScenario", "latency:latency_command"),
     "compare": Benchmark("compare:CompareScenario", "comparison:compare_command"),

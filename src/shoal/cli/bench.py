@@ -40,8 +40,6 @@ from shoal.report.views import diff_items
 if TYPE_CHECKING:
     from shoal.bench.ranks import Ranks
 
-RANKED = ("accuracy", "ddp", "scaling", "training")
-"""Benchmarks whose workers a launcher may have started."""
 _LATEST = {"true": "--latest", "false": "--no-latest"}
 More = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="N|HOST:PORT")]
 """Values that follow the first one of a flag."""
@@ -120,7 +118,7 @@ app = typer.Typer(
 def run_and_tell(typed: Sequence[str], benchmark: str, plan: BenchmarkPlan) -> None:
     """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed.
 
-    A benchmark of RANKED that a launcher has started in several processes takes part as one of them, and the
+    A ranked benchmark that a launcher has started in several processes takes part as one of them, and the
     first alone saves and prints.
     """
     run, out = plan.run, plan.run.out
@@ -128,7 +126,7 @@ def run_and_tell(typed: Sequence[str], benchmark: str, plan: BenchmarkPlan) -> N
     against = run.against
     with contextlib.ExitStack() as stack:
         starter = plan.where or in_child
-        if benchmark in RANKED and HostFlags().launched_size is not None:
+        if BENCHMARKS[benchmark].is_ranked and HostFlags().launched_size is not None:
             ranks = _join(stack, run)
             if not ranks.is_first:
                 ranks.follow()
