@@ -27,6 +27,7 @@ from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
@@ -98,7 +99,8 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         for op in self.ops:
             if op not in OPS:
                 raise UsageError(
-                    f"There is no collective {op!r}.", next_step=f"choose from {', '.join(OPS)}."
+                    f"There is no collective {op!r}.{did_you_mean(op, OPS)}",
+                    next_step=f"choose from {', '.join(OPS)}.",
                 )
         if any(machines < 2 or workers < 1 for machines, workers in self.machines):
             raise _no_machines("Between machines there are 2 of them or more, with a worker each.")

@@ -37,6 +37,7 @@ from shoal.bench.frame import (
 )
 from shoal.bench.workers import Child, ask_all, child, client_processes
 from shoal.core import Address, BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, gpus, memory
@@ -306,7 +307,9 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise UsageError(
-            f"There is no method {unknown[0]!r}." if unknown else "No method is measured.",
+            f"There is no method {unknown[0]!r}.{did_you_mean(unknown[0], METHODS)}"
+            if unknown
+            else "No method is measured.",
             next_step=f"give some of {','.join(METHODS)}.",
         )
     return tuple(method for method in METHODS if method in names)
