@@ -42,10 +42,10 @@ _MAIN_IN_FLIGHT = 4
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long and how often to measure; the rest is fixed, so that reports stay comparable."""
+    """How long and how often to measure; what has no flag is fixed, so that reports stay comparable."""
 
-    repeats: int = 5
-    """Measured blocks of each kind, after one block to warm up."""
+    repeats: Annotated[int, flag("Measured blocks of each kind in a start.", ge=1)] = 5
+    """After one block to warm up."""
     block_s: float = 0.5
     num_latency_calls: int = 2000
     """Calls, one after another, of which the latency is kept."""
@@ -59,12 +59,6 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 SHORT = TransportConfig(repeats=2, block_s=0.25, num_latency_calls=500, virtual_peers=50)
 
 
-class TransportFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench transport`."""
-
-    repeats: Annotated[int | None, flag("Measured blocks of each kind in a start.", ge=1, shown=False)] = None
-
-
 class TransportRunFlags(RunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark, with as many starts as a comparison needs."""
 
@@ -73,12 +67,11 @@ class TransportRunFlags(RunFlags, frozen=True, kw_only=True):
 
 
 def transport_command(
-    flags: TransportFlags, run: TransportRunFlags, typed: Mapping[str, str]
+    config: TransportConfig, run: TransportRunFlags, typed: Mapping[str, str]
 ) -> BenchmarkPlan:
     """Echoes between two processes, by streams, TLS and sealed datagrams, beside bare sockets."""
-    config = SHORT if run.short else TransportConfig()
-    if flags.repeats is not None:
-        config = msgspec.structs.replace(config, repeats=flags.repeats)
+    if run.short:
+        config = msgspec.structs.replace(SHORT, repeats=config.repeats) if "repeats" in typed else SHORT
     starts = 1 if run.short and "starts" not in typed else run.starts
     run = msgspec.structs.replace(run, starts=starts)
     return BenchmarkPlan(config, run, summarize_transport)
