@@ -35,7 +35,7 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, curve, measured, same_fields
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, curve, defaults_of, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -78,7 +78,7 @@ SIDES, NUM_CLASSES = {"digits": 8, "mnist": 28}, 10
 """Of the images of both tasks, which have one channel."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
 _WARM_STEPS = 5
-NUM_WORKERS, NUM_SEEDS = 8, 3
+NUM_SEEDS = 3
 STEPS, SHORT_STEPS = {"digits": 300, "mnist": 600}, 120
 NUM_EVALUATIONS = 10
 ORDERS = {"atc": "adapt-then-combine", "awc": "adapt-while-combine"}
@@ -95,74 +95,6 @@ _PARTS, _WARM_PARTS, _SLOW_PARTS, _FAST_PARTS = 90, 5, 30, 25
 
 AVERAGE_EVERY = 16
 """Steps. No divisor of the usual numbers of them: a run does not end with an average by chance."""
-
-
-class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench accuracy`."""
-
-    task: Annotated[Task, flag("What is learned.")] = "digits"
-    model: Annotated[
-        str, flag("By which network: small-mlp, small-cnn, or your own as file.py:factory.", metavar="NAME")
-    ] = "small-mlp"
-    strategies: Annotated[
-        tuple[str, ...] | None,
-        flag(
-            "These instead of the tricks; options may follow a name: 'neighbor topology=ring'.",
-            metavar="NAME,...",
-            shown=False,
-        ),
-    ] = None
-    option: Annotated[
-        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
-    ] = {}
-    num_workers: Annotated[
-        int | None, flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(NUM_WORKERS))
-    ] = None
-    device: Device = "auto"
-    splits: Annotated[
-        tuple[str, ...], flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,...")
-    ] = ("iid", "dirichlet:0.1")
-    seeds: Annotated[
-        int | None, flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS))
-    ] = None
-    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
-    eval_every: Annotated[
-        int | None, flag("Steps between evaluations.", ge=1, shown="a tenth of --steps")
-    ] = None
-    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 16
-    learning_rate: Annotated[float, flag("Of SGD, the same for all.", "--lr", "--learning-rate", ge=0)] = 0.1
-    momentum: Annotated[float, flag("Of SGD, the same for all.", ge=0, le=1)] = 0.9
-    topology: Annotated[
-        str | None, flag("Who averages with whom, of neighbor.", shown="one-peer-exponential")
-    ] = None
-    order: Annotated[
-        Literal["both", "adapt-then-combine", "adapt-while-combine"],
-        flag("Average after the step, or while gradients are computed."),
-    ] = "both"
-    global_average_every: Annotated[
-        int | None,
-        flag(
-            "Steps from one average of all to the next: of the trick 'average', or of the --strategies "
-            "that have it.",
-            ge=1,
-            shown=f"{AVERAGE_EVERY} for the trick",
-        ),
-    ] = None
-    target_accuracy: Annotated[float, flag("Seconds and bytes are counted to it.")] = 0.95
-    workers_per_machine: WorkersPerMachine = None
-    num_servers: NumServers = None
-    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
-
-    def num_starts(self, hosts: HostFlags, *, is_short: bool) -> int:
-        """Return as many as was asked for; by default a first look, or a launcher's ranks, have one."""
-        is_one = is_short or hosts.launched_size is not None
-        return self.seeds or (1 if is_one else NUM_SEEDS)
-
-
-class AccuracyRunFlags(RunFlags, frozen=True, kw_only=True):
-    """The flags of every benchmark; how often it is started is what --seeds says."""
-
-    starts: int = 1
 
 
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -209,6 +141,79 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             check_split(split)
 
 
+_USUAL = defaults_of(AccuracyConfig)
+
+
+class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench accuracy`."""
+
+    task: Annotated[Task, flag("What is learned.")] = _USUAL.task
+    model: Annotated[
+        str, flag("By which network: small-mlp, small-cnn, or your own as file.py:factory.", metavar="NAME")
+    ] = _USUAL.model
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "These instead of the tricks; options may follow a name: 'neighbor topology=ring'.",
+            metavar="NAME,...",
+            shown=False,
+        ),
+    ] = None
+    option: Annotated[
+        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
+    ] = {}
+    num_workers: Annotated[
+        int | None, flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(_USUAL.num_workers))
+    ] = None
+    device: Device = "auto"
+    splits: Annotated[
+        tuple[str, ...], flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,...")
+    ] = ("iid", "dirichlet:0.1")
+    seeds: Annotated[
+        int | None, flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS))
+    ] = None
+    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
+    eval_every: Annotated[
+        int | None, flag("Steps between evaluations.", ge=1, shown="a tenth of --steps")
+    ] = None
+    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = _USUAL.batch_size
+    learning_rate: Annotated[float, flag("Of SGD, the same for all.", "--lr", "--learning-rate", ge=0)] = (
+        _USUAL.learning_rate
+    )
+    momentum: Annotated[float, flag("Of SGD, the same for all.", ge=0, le=1)] = _USUAL.momentum
+    topology: Annotated[
+        str | None, flag("Who averages with whom, of neighbor.", shown="one-peer-exponential")
+    ] = None
+    order: Annotated[
+        Literal["both", "adapt-then-combine", "adapt-while-combine"],
+        flag("Average after the step, or while gradients are computed."),
+    ] = "both"
+    global_average_every: Annotated[
+        int | None,
+        flag(
+            "Steps from one average of all to the next: of the trick 'average', or of the --strategies "
+            "that have it.",
+            ge=1,
+            shown=f"{AVERAGE_EVERY} for the trick",
+        ),
+    ] = None
+    target_accuracy: Annotated[float, flag("Seconds and bytes are counted to it.")] = _USUAL.target_accuracy
+    workers_per_machine: WorkersPerMachine = None
+    num_servers: NumServers = None
+    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
+
+    def num_starts(self, hosts: HostFlags, *, is_short: bool) -> int:
+        """Return as many as was asked for; by default a first look, or a launcher's ranks, have one."""
+        is_one = is_short or hosts.launched_size is not None
+        return self.seeds or (1 if is_one else NUM_SEEDS)
+
+
+class AccuracyRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; how often it is started is what --seeds says."""
+
+    starts: int = 1
+
+
 def accuracy_command(flags: AccuracyFlags, hosts: HostFlags, run: AccuracyRunFlags) -> BenchmarkPlan:
     """To which accuracy workers come under each strategy: over steps, seconds and bytes.
 
@@ -229,7 +234,7 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
     """Make of the flags what is trained; UsageError where they contradict each other."""
     check_data_dir(flags.data_dir, flags.task)
     check_model(flags.model, flags.task)
-    size = hosts.num_workers(flags.num_workers, default=NUM_WORKERS)
+    size = hosts.num_workers(flags.num_workers, default=_USUAL.num_workers)
     steps = flags.steps or (SHORT_STEPS if run.short else STEPS[flags.task])
     tricks: list[str] = []
     if flags.strategies is None:

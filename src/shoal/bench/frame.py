@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, Protocol, TextIO, TypeVar
 
 import msgspec
@@ -120,6 +121,12 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
     def out(self) -> TextIO:
         """Where text for people goes: not to stdout where JSON stands there alone."""
         return sys.stderr if str(self.json_file) == "-" else sys.stdout
+
+
+def defaults_of(config: type[msgspec.Struct]) -> Any:
+    """The defaults of a config's fields, by name: where a flag has the same one, it is taken from there."""
+    fields = msgspec.structs.fields(config)
+    return SimpleNamespace(**{field.name: field.default for field in fields if not field.required})
 
 
 def same_fields(flags: msgspec.Struct, config: type[msgspec.Struct]) -> dict[str, Any]:
