@@ -106,7 +106,6 @@ class Benchmarks(LazyVerbs):
         return command_of(name, function_of(name), **_SETTINGS.get(name, {}))
 
 
-compare_verb = function_of("compare")
 app = typer.Typer(
     cls=Benchmarks,
     help="Measure; every benchmark saves a report.",

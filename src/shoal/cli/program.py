@@ -106,6 +106,8 @@ class Verb(NamedTuple):
     """As `module:name` in this room."""
     short_help: str
     settings: dict[str, Any] | None = None
+    is_made: bool = False
+    """Whether what stands there makes the verb of a name."""
 
 
 _RUN = {
@@ -115,7 +117,9 @@ _RUN = {
     "code of the worker that failed.",
 }
 VERBS = {
-    "compare": Verb("bench:compare_verb", "Compare strategies at one task in one simulated world."),
+    "compare": Verb(
+        "bench:function_of", "Compare strategies at one task in one simulated world.", is_made=True
+    ),
     "diff": Verb("diff:diff", "Compare two reports row by row; negative is worse."),
     "report": Verb("report:report", "Write reports as one HTML page."),
     "doctor": Verb("doctor:doctor", "Check this machine, its network, and the way to a swarm."),
@@ -153,6 +157,8 @@ class ShoalVerbs(LazyVerbs):
         verb = VERBS[name]
         module, _, attribute = verb.place.partition(":")
         found = getattr(import_module(f"shoal.cli.{module}"), attribute)
+        if verb.is_made:
+            found = found(name)
         return command_of(name, found, short_help=verb.short_help, **(verb.settings or {}))
 
 
