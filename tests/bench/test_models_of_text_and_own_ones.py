@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from shoal.bench.accuracy import AccuracyFlags, AccuracyScenario, accuracy_config
 from shoal.bench.contenders import tell_inputs
 from shoal.bench.ddp import DdpConfig, DdpFlags, DdpScenario, ddp_config, ddp_items, summarize_ddp
 from shoal.bench.frame import RunFlags
@@ -13,7 +14,7 @@ from shoal.bench.tables.training import summarize_training, training_items
 from shoal.bench.training import TrainingConfig, TrainingFlags, TrainingScenario, training_config
 from shoal.core import UsageError
 from shoal.models import model_named
-from shoal.report import Report
+from shoal.report import Report, Row
 
 NET = """
 from torch import nn
@@ -23,6 +24,12 @@ def net():
 
 def seen():
     return nn.Conv2d(3, 4, 3), {"input_shape": (3, 8, 8)}
+
+def of_digits():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+def of_few():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 """
 
 
@@ -36,7 +43,8 @@ def net(tmp_path, monkeypatch):
 def report_of(benchmark, scenario, config):
     rows = {}
     for row in scenario.run(lambda text: None):
-        rows[row.identity] = row
+        if isinstance(row, Row):
+            rows[row.identity] = row
     return Report(benchmark=benchmark, created="", config=config, rows=list(rows.values()))
 
 
@@ -163,3 +171,32 @@ def test_ddp(net):
     assert "* Tokens of an example: 8" in text
     assert text.count("tok/sec") == text.count(" ex/sec") == 4
     assert "Image size" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("net.py:net", "net.py:net fails on the images of digits, of shape (1, 8, 8)"),
+        ("net.py:of_few", "returns logits of shape (5,) for an image of digits"),
+        ("smal-mlp", "There is no model 'smal-mlp' for digits. Did you mean 'small-mlp'"),
+    ],
+)
+def test_who_cannot_learn_a_task_is_told_so_before_anything_runs(net, model, says):
+    with pytest.raises(UsageError) as caught:
+        accuracy_config(AccuracyFlags(model=model, device="cpu"), HostFlags(), RunFlags())
+    assert says in caught.value.what
+
+
+def test_a_model_of_ones_own_learns_a_task(net):
+    asked = AccuracyFlags(
+        model="net.py:of_digits",
+        strategies=("all-reduce",),
+        num_workers=1,
+        splits=("iid",),
+        steps=40,
+        device="cpu",
+    )
+    config = msgspec.to_builtins(accuracy_config(asked, HostFlags(), RunFlags()))
+    report = report_of("accuracy", AccuracyScenario(config, 0), config)
+    (reached,) = [row.samples[0] for row in report.rows if row.metric == "final_accuracy"]
+    assert reached > 0.7

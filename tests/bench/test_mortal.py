@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from shoal.bench.processes.mortal import MortalNetwork, TappedNetwork
+from shoal.bench.processes.dht import MortalNetwork, TappedNetwork
 from shoal.core import Address, Deadline, DeadlineExceeded, LoopThread, PeerError
 from shoal.transport import Endpoint, MemoryNetwork, Reply
 

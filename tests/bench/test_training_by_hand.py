@@ -8,11 +8,9 @@ import sys
 import msgspec
 import pytest
 
-from shoal.bench import training_by_hand
 from shoal.bench.frame import RunFlags, RunSettings, measured, run_benchmark
-from shoal.bench.ranks import HostFlags
-from shoal.bench.training import TrainingConfig, TrainingFlags
-from shoal.bench.training_by_hand import (
+from shoal.bench.processes import by_hand
+from shoal.bench.processes.by_hand import (
     Role,
     by_hand_config,
     config_of,
@@ -20,6 +18,8 @@ from shoal.bench.training_by_hand import (
     summarize_worker,
     worker_items,
 )
+from shoal.bench.ranks import HostFlags
+from shoal.bench.training import TrainingConfig, TrainingFlags
 from shoal.core import Address, PeerLost, Placement, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.report import Report
@@ -92,11 +92,11 @@ def test_what_was_measured_before_a_server_was_lost_is_kept(monkeypatch):
         yield 0.25
         raise PeerLost("server 0 is lost.", peer=0, cause="it was killed.")
 
-    monkeypatch.setattr(training_by_hand, "train", train)
+    monkeypatch.setattr(by_hand, "train", train)
     role = Role("worker", 1, 1, 2, Address("ps0", 1))
     config = msgspec.to_builtins(TrainingConfig(batch_size=4))
     said = []
-    starter = training_by_hand.WorkerByHand(role, said.append)
+    starter = by_hand.WorkerByHand(role, said.append)
     [report] = run_benchmark("training", config, RunSettings(1), tell=said.append, starter=starter)
     assert report.rows[0].starts == [[8.0, 16.0]]
     assert [row.error for row in report.failed] == ["server 0 is lost. it was killed."]
@@ -111,9 +111,9 @@ def test_a_worker_that_met_nobody_has_no_figures(monkeypatch):
         raise PeerLost("server 0 is lost.", peer=0)
         yield
 
-    monkeypatch.setattr(training_by_hand, "train", train)
+    monkeypatch.setattr(by_hand, "train", train)
     role = Role("worker", 0, 1, 1, Address("ps0", 1))
-    starter = training_by_hand.WorkerByHand(role, lambda _: None)
+    starter = by_hand.WorkerByHand(role, lambda _: None)
     config = msgspec.to_builtins(TrainingConfig())
     [report] = run_benchmark("training", config, RunSettings(1), tell=lambda _: None, starter=starter)
     assert summarize_worker(report)["num_iterations"] == 0

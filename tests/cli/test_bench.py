@@ -8,7 +8,7 @@ from shoal.bench import collectives
 from shoal.bench.collectives import MIB, CollectivesConfig
 from shoal.bench.dht import DhtConfig, config_of
 from shoal.bench.transport import SHORT, TransportConfig
-from shoal.cli import bench_common as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.core import PeerLost
 from shoal.doctor import machine

@@ -10,9 +10,7 @@ from shoal.doctor import machine
 def call(monkeypatch, capsys):
     """Run `shoal bench accuracy`: exit code, stderr, and the config and settings that were to be measured."""
     asked = []
-    monkeypatch.setattr(
-        module, "run_and_tell", lambda context, _, config, run, *rest, **more: asked.append((config, run))
-    )
+    monkeypatch.setattr(module, "run_and_tell", lambda typed, _, plan: asked.append((plan.config, plan.run)))
 
     def call(*arguments):
         code = run(["bench", "accuracy", *map(str, arguments)])

@@ -15,9 +15,7 @@ PLENTY = 10**12
 def call(monkeypatch, capsys):
     """Run `shoal bench convergence`: exit code, stderr, and the config that was to be measured."""
     asked = []
-    monkeypatch.setattr(
-        module, "run_and_tell", lambda context, _, config, run, *rest, **more: asked.append((config, run))
-    )
+    monkeypatch.setattr(module, "run_and_tell", lambda typed, _, plan: asked.append((plan.config, plan.run)))
     monkeypatch.setattr(data, "mnist", lambda train, folder: None)
     monkeypatch.setattr(convergence, "device_of", lambda device: "cpu" if device == "auto" else device)
 

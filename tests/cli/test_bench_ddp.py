@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.bench.ddp import DdpConfig
-from shoal.cli import bench_common
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.doctor import machine
 from shoal.report import Code, Report, Row
@@ -36,7 +36,7 @@ def configured(monkeypatch, tmp_path):
             )
         ]
 
-    monkeypatch.setattr(bench_common, "run_benchmark", measure)
+    monkeypatch.setattr(module, "run_benchmark", measure)
 
     def configured(*flags):
         assert run(["bench", "ddp", "--device", "cpu", *flags]) == 0
@@ -134,7 +134,7 @@ def test_flags_of_one_copy_a_rank_place_this_process(configured, monkeypatch):
         joined.append({name: os.environ.get(name) for name in PLACED[:4]})
         raise SystemExit(0)
 
-    monkeypatch.setattr(bench_common, "_join", join)
+    monkeypatch.setattr(module, "_join", join)
     flags = ["--world-size", "2", "--rank", "1", "--master-addr", "localhost", "--master-port", "29500"]
     with pytest.raises(SystemExit):
         run(["bench", "ddp", *flags])

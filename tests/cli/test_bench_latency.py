@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from shoal.bench.latency import LatencyConfig
-from shoal.cli import bench_common as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.report import Report, Row
 

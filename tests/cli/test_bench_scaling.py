@@ -10,9 +10,7 @@ from shoal.doctor import machine
 def call(monkeypatch, capsys):
     """Run `shoal bench scaling`: its exit code, stderr, and the config that was to be measured."""
     asked = []
-    monkeypatch.setattr(
-        module, "run_and_tell", lambda context, _, config, *rest, **more: asked.append(config)
-    )
+    monkeypatch.setattr(module, "run_and_tell", lambda typed, _, plan: asked.append(plan.config))
 
     def call(*arguments):
         code = run(["bench", "scaling", *map(str, arguments)])

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from shoal.bench import training_by_hand
+from shoal.bench.processes import by_hand
 from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.doctor import machine
@@ -17,9 +17,9 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     seen = {}
 
-    def stand_in(context, benchmark, config, run, summarize, items, where=None):
-        seen.update(benchmark=benchmark, config=config, run=run, where=where)
-        seen["result"] = summarize
+    def stand_in(typed, benchmark, plan):
+        seen.update(benchmark=benchmark, config=plan.config, run=plan.run, where=plan.where)
+        seen["result"] = plan.summarize
 
     monkeypatch.setattr(module, "run_and_tell", stand_in)
     return seen
@@ -163,12 +163,12 @@ def test_a_worker_that_is_started_by_hand_has_a_report_of_its_own(call, asked):
     config = asked["config"]
     assert (config.strategies, config.iterations, config.batch_size) == (("parameter-server",), 30, 64)
     assert asked["run"].report.name.startswith("training-worker-1-")
-    assert isinstance(asked["where"], training_by_hand.WorkerByHand)
+    assert isinstance(asked["where"], by_hand.WorkerByHand)
 
 
 def test_what_a_worker_by_hand_is_told_is_heard(call, asked, monkeypatch):
     roles = []
-    monkeypatch.setattr(training_by_hand, "WorkerByHand", lambda role, say: roles.append(role))
+    monkeypatch.setattr(by_hand, "WorkerByHand", lambda role, say: roles.append(role))
     flags = ("--iterations", 7, "--network-interface", "eth1", "--device", "cpu", "--no-cuda", "--fuse")
     assert call(*ROLE, "--job_name", "worker", *flags)[0] == 0
     assert asked["config"].iterations == 7
@@ -214,9 +214,7 @@ def test_a_server_by_hand_has_no_report(call, asked):
 
 
 def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked, monkeypatch):
-    monkeypatch.setattr(
-        training_by_hand, "serve", lambda role, config, say: {"num_applied": 3, "num_pushes": 4}
-    )
+    monkeypatch.setattr(by_hand, "serve", lambda role, config, say: {"num_applied": 3, "num_pushes": 4})
     code, out, _ = call(*ROLE, "--job_name", "ps")
     assert (code, asked) == (0, {})
     *_, told, result = out.splitlines()

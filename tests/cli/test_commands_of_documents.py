@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.bench import experts, latency
+from shoal.bench.processes import by_hand
 from shoal.cli import bench as module
 from shoal.cli.program import BAD_USAGE, run
 from shoal.doctor import machine
@@ -21,6 +23,8 @@ from shoal.doctor import machine
 TEXT = (Path(__file__).parents[1] / "data" / "commands.md").read_text()
 COMMANDS = [line.strip() for line in TEXT.splitlines() if line.startswith("    ")]
 LIMIT_S = 170
+IMPORTED = (experts, latency)
+"""They take functions of `machine` by name when they are imported: not while others stand in for those."""
 VERBS = {
     "benchmark_throughput.py": "bench experts",
     "benchmark_dht.py": "bench dht",
@@ -78,12 +82,8 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "default_device", lambda: "cpu")
     monkeypatch.setattr(machine, "ensure_open_files", lambda *_, **__: None)
     configs = []
-    monkeypatch.setattr(
-        module, "run_and_tell", lambda context, benchmark, config, *_, **__: configs.append(config)
-    )
-    monkeypatch.setattr(
-        module.training_by_hand, "serve_by_hand", lambda role, config, say: configs.append(config) or {}
-    )
+    monkeypatch.setattr(module, "run_and_tell", lambda typed, benchmark, plan: configs.append(plan.config))
+    monkeypatch.setattr(by_hand, "serve_by_hand", lambda role, config, say: configs.append(config) or {})
     return configs
 
 

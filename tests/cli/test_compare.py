@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli import compare as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.report import load
 from shoal.simulate import tasks as classified
@@ -18,7 +18,7 @@ from shoal.transport.network.distributions import Exponential
 def call(monkeypatch, capsys):
     """Run `shoal compare`: exit code, stderr, and the contest that was to be run."""
     asked = []
-    monkeypatch.setattr(module, "run_and_tell", lambda context, _, config, *rest: asked.append(config))
+    monkeypatch.setattr(module, "run_and_tell", lambda typed, _, plan: asked.append(plan.config))
 
     def call(*arguments):
         code = run(["compare", *map(str, arguments)])

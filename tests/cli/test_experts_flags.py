@@ -3,7 +3,7 @@ import pytest
 
 from shoal.bench import experts as experts_benchmark
 from shoal.bench.experts import ExpertsConfig, config_of
-from shoal.cli import bench_common as module
+from shoal.cli import bench as module
 from shoal.cli.program import run
 from shoal.report import Report, Row
 

@@ -30,7 +30,8 @@ class SampleFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 class OtherFlags(msgspec.Struct, frozen=True, kw_only=True):
     short: Annotated[bool, flag("Quickly.")] = False
-    left_out: Annotated[int, flag("Not of this command.")] = 3
+    left_out: int = 3
+    """Has no flag either."""
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def call():
     app, seen = typer.Typer(rich_markup_mode=None), []
 
     @app.command()
-    @with_flags("left_out")
+    @with_flags
     def command(context: typer.Context, flags: SampleFlags, port: Port = 1, other: OtherFlags = None) -> None:
         """Do it."""
         seen.append((flags, port, other, typed_flags(context)))

@@ -11,7 +11,7 @@ import pytest
 
 from recorded import check_recorded
 from shoal.bench.forecast.published import published_items
-from shoal.cli import bench, bench_common, program
+from shoal.cli import bench, program
 from shoal.report.storage import load
 from shoal.report.tables import lines_of
 
@@ -43,11 +43,10 @@ def texts_of(items):
 def printed_of(benchmark, report, monkeypatch):
     """The lines and the RESULT, by the functions that the command itself uses."""
 
-    def capture(context, name, config, run, summarize, items=bench_common.report_items, **more):
-        raise Told(summarize, items)
+    def capture(typed, name, plan):
+        raise Told(plan.summarize, plan.items)
 
     monkeypatch.setattr(bench, "run_and_tell", capture)
-    monkeypatch.setattr("shoal.cli.compare.run_and_tell", capture)
     command = ["compare"] if benchmark == "compare" else ["bench", benchmark, *FLAGS[benchmark]]
     with pytest.raises(Told) as told:
         program.run(command)

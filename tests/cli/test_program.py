@@ -208,6 +208,19 @@ def test_what_needs_no_torch_does_not_import_it(saved, verb):
     assert done.stderr.splitlines()[-1] == "False"
 
 
+def test_a_command_of_bench_imports_no_other_benchmark():
+    code = (
+        "import sys; from shoal.bench.frame import BENCHMARKS; from shoal.cli.program import run;"
+        "code = run(['bench', 'training', '--help']);"
+        "modules = {row.scenario.partition(':')[0] for row in BENCHMARKS.values()};"
+        "print(*(name for name in modules if f'shoal.bench.{name}' in sys.modules), file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr.split() == ["training"]
+
+
 @pytest.fixture(params=["buffered", "unbuffered"])
 def _buffering(request, monkeypatch):
     """A closed pipe shows at the first write, or only when Python empties its buffer at the end."""

@@ -8,7 +8,8 @@ import pytest
 from cli.test_top_jobs import hide_other_jobs
 from core.boards import note
 from shoal.cli.program import run
-from shoal.cli.top import JobSource, _lines
+from shoal.cli.top import JobSource
+from shoal.cli.top_view import live_lines
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.board import pin
 
@@ -131,7 +132,7 @@ def test_notes_cannot_steer_the_terminal(capsys):
         assert "\\u001b[2J\\u202e\\u009b" in captured.out
     shot = JobSource("job").look()
     # the live view is drawn by rich on a terminal alone; these are its lines
-    assert not unsafe("".join(line for line, _ in _lines(shot)))
+    assert not unsafe("".join(line for line, _ in live_lines(shot)))
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e308, -1e308, 5e-324])

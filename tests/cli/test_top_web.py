@@ -5,7 +5,7 @@ import pytest
 
 from cli.test_top_jobs import shot, sighting
 from core.boards import NOW_S
-from shoal.cli.top_view import LivePages, serve
+from shoal.cli.top_view import LivePages, Shot, View, serve, watch
 from shoal.core import Address, ManualClock, PeerUnreachable
 
 
@@ -55,6 +55,27 @@ class Looks:
 
     def tell(self, address):
         self.address = address
+
+
+def empty_shot():
+    return Shot([], View("", ""), {}, "", {})
+
+
+@pytest.mark.parametrize(("ends_when_empty", "seen"), [(True, 7), (False, 8)])
+def test_a_terminal_shows_it_until_it_is_ended(ends_when_empty, seen):
+    found = [PeerUnreachable("Nobody answers."), shot(sighting(step=7)), empty_shot(), shot(sighting(step=8))]
+
+    class Source:
+        def look(self):
+            if not found:
+                raise KeyboardInterrupt
+            now = found.pop(0)
+            if isinstance(now, Exception):
+                raise now
+            return now
+
+    last = watch(Source(), shot(sighting(step=1)), 0.0, ends_when_empty=ends_when_empty)
+    assert last.document["jobs"][0]["workers"][0]["step"] == seen
 
 
 def test_it_is_served_until_it_is_ended():

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from recorded import check_recorded, recorded
-from shoal.cli import bench_common, program
+from shoal.cli import bench, program
 
 RECORDED = Path(__file__).parent / "typed.json"
 
@@ -25,7 +25,7 @@ def nothing_runs(monkeypatch):
     def ask(benchmark, config, settings, **more):
         raise Asked(benchmark, config, settings)
 
-    monkeypatch.setattr(bench_common, "run_benchmark", ask)
+    monkeypatch.setattr(bench, "run_benchmark", ask)
     # some defaults go by the cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -35,7 +35,7 @@ from shoal.bench.contenders import (
     strategy_contenders,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, curve, measured, same_fields
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, curve, defaults_of, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -49,6 +49,7 @@ from shoal.bench.workers import (
     start_servers,
 )
 from shoal.core import BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report import Curve, Row
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from shoal.strategies.strategy import Strategy
 
 Task = Literal["digits", "mnist"]
-Model = Literal["small-mlp", "small-cnn"]
+MODELS = ("small-mlp", "small-cnn")
 ACCURACY, WORST, DISTANCE, LOSS = "accuracy", "worst_accuracy", "consensus_distance", "loss"
 FINAL, WORST_FINAL, TO_TARGET = "final_accuracy", "worst_final_accuracy", "seconds_to_target"
 BYTES, SPEED = "bytes_sent", "examples_per_s"
@@ -73,9 +74,11 @@ FIGURES = (FINAL, WORST_FINAL, TO_TARGET, BYTES_TO_TARGET, STEPS_TO_TARGET, BYTE
 """At the end of a run, or at the target (left out where it was not reached); of all workers together."""
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
+SIDES, NUM_CLASSES = {"digits": 8, "mnist": 28}, 10
+"""Of the images of both tasks, which have one channel."""
 _ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
 _WARM_STEPS = 5
-NUM_WORKERS, NUM_SEEDS = 8, 3
+NUM_SEEDS = 3
 STEPS, SHORT_STEPS = {"digits": 300, "mnist": 600}, 120
 NUM_EVALUATIONS = 10
 ORDERS = {"atc": "adapt-then-combine", "awc": "adapt-while-combine"}
@@ -94,71 +97,11 @@ AVERAGE_EVERY = 16
 """Steps. No divisor of the usual numbers of them: a run does not end with an average by chance."""
 
 
-class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench accuracy`."""
-
-    task: Annotated[Task, flag("What is learned.")] = "digits"
-    model: Annotated[Model, flag("By which network.")] = "small-mlp"
-    strategies: Annotated[
-        tuple[str, ...] | None,
-        flag(
-            "These instead of the tricks; options may follow a name: 'neighbor topology=ring'.",
-            metavar="NAME,...",
-            shown=False,
-        ),
-    ] = None
-    option: Annotated[
-        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
-    ] = {}
-    num_workers: Annotated[
-        int | None, flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(NUM_WORKERS))
-    ] = None
-    device: Device = "auto"
-    splits: Annotated[
-        tuple[str, ...], flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,...")
-    ] = ("iid", "dirichlet:0.1")
-    seeds: Annotated[
-        int | None, flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS))
-    ] = None
-    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
-    eval_every: Annotated[
-        int | None, flag("Steps between evaluations.", ge=1, shown="a tenth of --steps")
-    ] = None
-    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 16
-    learning_rate: Annotated[float, flag("Of SGD, the same for all.", "--lr", "--learning-rate", ge=0)] = 0.1
-    momentum: Annotated[float, flag("Of SGD, the same for all.", ge=0, le=1)] = 0.9
-    topology: Annotated[
-        str | None, flag("Who averages with whom, of neighbor.", shown="one-peer-exponential")
-    ] = None
-    order: Annotated[
-        Literal["both", "adapt-then-combine", "adapt-while-combine"],
-        flag("Average after the step, or while gradients are computed."),
-    ] = "both"
-    global_average_every: Annotated[
-        int | None,
-        flag(
-            "Steps from one average of all to the next: of the trick 'average', or of the --strategies "
-            "that have it.",
-            ge=1,
-            shown=f"{AVERAGE_EVERY} for the trick",
-        ),
-    ] = None
-    target_accuracy: Annotated[float, flag("Seconds and bytes are counted to it.")] = 0.95
-    workers_per_machine: WorkersPerMachine = None
-    num_servers: NumServers = None
-    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
-
-    def num_starts(self, hosts: HostFlags, *, is_short: bool) -> int:
-        """Return as many as was asked for; by default a first look, or a launcher's ranks, have one."""
-        is_one = is_short or hosts.launched_size is not None
-        return self.seeds or (1 if is_one else NUM_SEEDS)
-
-
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, by whom and for how long."""
 
     task: Task = "digits"
-    model: Model = "small-mlp"
+    model: str = "small-mlp"
     contenders: tuple[Contender, ...] = ()
     splits: tuple[str, ...] = ("iid",)
     num_workers: int = 8
@@ -198,10 +141,100 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             check_split(split)
 
 
+_USUAL = defaults_of(AccuracyConfig)
+
+
+class AccuracyFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench accuracy`."""
+
+    task: Annotated[Task, flag("What is learned.")] = _USUAL.task
+    model: Annotated[
+        str, flag("By which network: small-mlp, small-cnn, or your own as file.py:factory.", metavar="NAME")
+    ] = _USUAL.model
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "These instead of the tricks; options may follow a name: 'neighbor topology=ring'.",
+            metavar="NAME,...",
+            shown=False,
+        ),
+    ] = None
+    option: Annotated[
+        dict[str, str], flag("Of the --strategies that have it; may be given often.", metavar="NAME=VALUE")
+    ] = {}
+    num_workers: Annotated[
+        int | None, flag("Workers, one thread each.", "--np", "-np", ge=1, shown=str(_USUAL.num_workers))
+    ] = None
+    device: Device = "auto"
+    splits: Annotated[
+        tuple[str, ...], flag("How examples are divided: iid, dirichlet:CONCENTRATION.", metavar="SPLIT,...")
+    ] = ("iid", "dirichlet:0.1")
+    seeds: Annotated[
+        int | None, flag("Independent process starts.", "--seeds", "--starts", ge=1, shown=str(NUM_SEEDS))
+    ] = None
+    steps: Annotated[int | None, flag("Of each worker.", ge=1, shown="300; 600 on mnist")] = None
+    eval_every: Annotated[
+        int | None, flag("Steps between evaluations.", ge=1, shown="a tenth of --steps")
+    ] = None
+    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = _USUAL.batch_size
+    learning_rate: Annotated[float, flag("Of SGD, the same for all.", "--lr", "--learning-rate", ge=0)] = (
+        _USUAL.learning_rate
+    )
+    momentum: Annotated[float, flag("Of SGD, the same for all.", ge=0, le=1)] = _USUAL.momentum
+    topology: Annotated[
+        str | None, flag("Who averages with whom, of neighbor.", shown="one-peer-exponential")
+    ] = None
+    order: Annotated[
+        Literal["both", "adapt-then-combine", "adapt-while-combine"],
+        flag("Average after the step, or while gradients are computed."),
+    ] = "both"
+    global_average_every: Annotated[
+        int | None,
+        flag(
+            "Steps from one average of all to the next: of the trick 'average', or of the --strategies "
+            "that have it.",
+            ge=1,
+            shown=f"{AVERAGE_EVERY} for the trick",
+        ),
+    ] = None
+    target_accuracy: Annotated[float, flag("Seconds and bytes are counted to it.")] = _USUAL.target_accuracy
+    workers_per_machine: WorkersPerMachine = None
+    num_servers: NumServers = None
+    data_dir: Annotated[Path | None, flag("Has the files of MNIST.", metavar="DIR", shown=False)] = None
+
+    def num_starts(self, hosts: HostFlags, *, is_short: bool) -> int:
+        """Return as many as was asked for; by default a first look, or a launcher's ranks, have one."""
+        is_one = is_short or hosts.launched_size is not None
+        return self.seeds or (1 if is_one else NUM_SEEDS)
+
+
+class AccuracyRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; how often it is started is what --seeds says."""
+
+    starts: int = 1
+
+
+def accuracy_command(flags: AccuracyFlags, hosts: HostFlags, run: AccuracyRunFlags) -> BenchmarkPlan:
+    """To which accuracy workers come under each strategy: over steps, seconds and bytes.
+
+    Without --strategies: BlueFog's tricks. Neighbour averaging in both orders, each plain, with a smaller
+    warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
+    """
+    from shoal.bench.tables.accuracy import accuracy_items, summarize_accuracy
+
+    config = accuracy_config(flags, hosts, run)
+    run = msgspec.structs.replace(run, starts=flags.num_starts(hosts, is_short=run.short))
+    where = hosts.starter(config.num_workers)
+    if where is None:
+        fetch_data(flags)
+    return BenchmarkPlan(config, run, summarize_accuracy, accuracy_items, where=where)
+
+
 def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> AccuracyConfig:
     """Make of the flags what is trained; UsageError where they contradict each other."""
     check_data_dir(flags.data_dir, flags.task)
-    size = hosts.num_workers(flags.num_workers, default=NUM_WORKERS)
+    check_model(flags.model, flags.task)
+    size = hosts.num_workers(flags.num_workers, default=_USUAL.num_workers)
     steps = flags.steps or (SHORT_STEPS if run.short else STEPS[flags.task])
     tricks: list[str] = []
     if flags.strategies is None:
@@ -229,6 +262,37 @@ def accuracy_config(flags: AccuracyFlags, hosts: HostFlags, run: RunFlags) -> Ac
     }
     fields = {**same_fields(flags, AccuracyConfig), **resolved}
     return AccuracyConfig(**fields, contenders=contenders, tricks=tricks, seed=run.seed)
+
+
+def check_model(name: str, task: Task) -> None:
+    """UsageError for a network that there is not, or that cannot tell the classes of the task apart."""
+    if name in MODELS:
+        return
+    if ":" not in name:
+        raise UsageError(
+            f"There is no model {name!r} for {task}.{did_you_mean(name, MODELS)}",
+            next_step=f"take one of {', '.join(MODELS)}, or your own as package.module:factory or "
+            "file.py:factory.",
+        )
+    import torch
+
+    from shoal.models import model_named
+
+    shape = (1, SIDES[task], SIDES[task])
+    model = model_named(name).build()
+    try:
+        with torch.no_grad():
+            told = model(torch.zeros(2, *shape)).shape
+    except Exception as error:
+        raise UsageError(
+            f"{name} fails on the images of {task}, of shape {shape}: {type(error).__name__}: {error}",
+            next_step="let the factory return a model that takes them.",
+        ) from error
+    if len(told) != 2 or told[1] < NUM_CLASSES:
+        raise UsageError(
+            f"{name} returns logits of shape {tuple(told[1:])} for an image of {task}.",
+            next_step=f"let its last layer have {NUM_CLASSES} outputs, one for each class.",
+        )
 
 
 def _common_options(flags: AccuracyFlags) -> dict[str, Any]:
@@ -586,11 +650,14 @@ def beginner(config: AccuracyConfig, device: torch.device | None = None) -> tupl
     import torch
     from torch.optim import SGD
 
-    from shoal.models import mlp, small_cnn, small_mlp
+    from shoal.models import mlp, model_named, small_cnn, small_mlp
     from shoal.simulate.tasks import MNIST_WIDTHS
 
     torch.manual_seed(config.seed)
-    if config.model == "small-cnn":
+    model: nn.Module
+    if ":" in config.model:
+        model = model_named(config.model).build()
+    elif config.model == "small-cnn":
         model = small_cnn()
     else:
         model = small_mlp() if config.task == "digits" else mlp(MNIST_WIDTHS)

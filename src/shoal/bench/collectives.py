@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize
-from shoal.bench.frame import RowKey, Tell
+from shoal.bench.contenders import DeviceKind, check_profile, device_of, synchronize, tell_sharing
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.clock import ManualClock
+from shoal.core.errors import did_you_mean
 from shoal.core.run_options import flag
 from shoal.report import Report, Row
 from shoal.report.schema import with_failed
@@ -98,7 +99,8 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         for op in self.ops:
             if op not in OPS:
                 raise UsageError(
-                    f"There is no collective {op!r}.", next_step=f"choose from {', '.join(OPS)}."
+                    f"There is no collective {op!r}.{did_you_mean(op, OPS)}",
+                    next_step=f"choose from {', '.join(OPS)}.",
                 )
         if any(machines < 2 or workers < 1 for machines, workers in self.machines):
             raise _no_machines("Between machines there are 2 of them or more, with a worker each.")
@@ -194,9 +196,22 @@ def collectives_config(flags: CollectivesFlags, hosts: HostFlags, *, is_short: b
         "ops": None if flags.ops is None else tuple(op.replace("-", "_") for op in flags.ops),
         "repeats": flags.repeats,
     }
-    return msgspec.structs.replace(
+    config = msgspec.structs.replace(
         config, **{name: value for name, value in given.items() if value is not None}
     )
+    between = tuple(num_machines * num_workers for num_machines, num_workers in config.machines)
+    tell_sharing(config.device, hosts, max(between or config.workers))
+    return config
+
+
+def collectives_command(flags: CollectivesFlags, hosts: HostFlags, run: RunFlags) -> BenchmarkPlan:
+    """Operations of a group in memory that workers share, or between machines, beside gloo's."""
+    config = collectives_config(flags, hosts, is_short=run.short)
+    where = None
+    if hosts.are_named:
+        ((num_machines, num_workers),) = config.machines
+        where = hosts.starter(num_machines * num_workers)
+    return BenchmarkPlan(config, run, summarize_collectives, collectives_items, where=where)
 
 
 def _machines(flags: CollectivesFlags, hosts: HostFlags) -> tuple[tuple[int, int], ...] | None:

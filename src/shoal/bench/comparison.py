@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import NumServers, check_data_dir, servers_of
-from shoal.bench.frame import RunSettings, run_benchmark
+from shoal.bench.frame import BenchmarkPlan, ContestRunFlags, RunSettings, announce, run_benchmark
 from shoal.core import UsageError
 from shoal.core.run_options import flag
 from shoal.report import Report
+from shoal.report.storage import write_atomically
+from shoal.report.views import Items
 
 if TYPE_CHECKING:
     from shoal.bench.compare import CompareConfig
@@ -113,6 +115,37 @@ class CompareFlags(msgspec.Struct, frozen=True, kw_only=True):
     latex: Annotated[
         Path | None, flag("Write the results as a LaTeX table too.", metavar="FILE", shown=False)
     ] = None
+
+
+class CompareRunFlags(ContestRunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; a contest is one start with several seeds."""
+
+    seed: Annotated[int, flag("The first; each further one adds 1.")] = 0
+
+
+def compare_command(flags: CompareFlags, run: CompareRunFlags) -> BenchmarkPlan:
+    """Every strategy at the same task, in the same world: by steps, by seconds, by bytes.
+
+    In virtual time: worlds larger than this machine, and equal figures for equal seeds. The model, its
+    initial weights, the division of the data, the batches and the number of steps are the same for all, and
+    each has the same budget to choose its learning rate.
+    """
+    from shoal.bench.compare import check_contest
+    from shoal.bench.tables.compare import compare_items, latex_of, summarize_compare
+
+    config = contest_of(flags, run.seed, is_short=run.short)
+    slow = check_contest(config)
+    for note in slow:
+        announce(note)
+
+    def told(latest: Report) -> Items:
+        items = compare_items(latest)
+        if flags.latex is not None:
+            items.append(f"LaTeX: {write_atomically(flags.latex, latex_of(latest).encode())}")
+        return items
+
+    config = msgspec.structs.replace(config, notes=(*config.notes, *slow))
+    return BenchmarkPlan(config, run, summarize_compare, told)
 
 
 def compare(

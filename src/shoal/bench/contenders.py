@@ -263,12 +263,7 @@ def workers_device(
     That they share GPUs, or cores, is told. UsageError as `device_of`.
     """
     device = device_of(asked, no_cuda=no_cuda, is_here=not hosts.are_named)
-    if device == "cuda" and has_shared_gpus(hosts, num_workers):
-        tell_sharing(hosts, num_workers)
-    num_here = num_cores()
-    are_here = not hosts.are_named and hosts.launched_size is None
-    if device == "cpu" and are_here and num_workers > num_here:
-        emit(f"{num_workers} workers share {counted(num_here, 'core')}.", sys.stderr)
+    tell_sharing(device, hosts, num_workers)
     return device
 
 
@@ -286,10 +281,13 @@ def has_shared_gpus(hosts: HostFlags, num_workers: int) -> bool:
     return not hosts.are_named and hosts.workers_here(num_workers) > num_gpus()
 
 
-def tell_sharing(hosts: HostFlags, num_workers: int) -> None:
-    """Say that workers share the GPUs of this machine; the user of a launcher knows."""
-    if hosts.launched_size is None:
-        emit(f"{num_workers} workers share {counted(num_gpus(), 'GPU')}.", sys.stderr)
+def tell_sharing(device: DeviceKind, hosts: HostFlags, num_workers: int) -> None:
+    """Say that workers share the GPUs, or the cores, of this machine; the user of a launcher knows."""
+    if hosts.are_named or hosts.launched_size is not None:
+        return
+    num_here, kind = (num_gpus(), "GPU") if device == "cuda" else (num_cores(), "core")
+    if num_workers > num_here:
+        emit(f"{num_workers} workers share {counted(num_here, kind)}.", sys.stderr)
 
 
 def tell_inputs(entry: ModelEntry, device: DeviceKind) -> None:

@@ -17,7 +17,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import DeviceChoice, device_of
-from shoal.bench.frame import Noted, RowKey, RunFlags, Tell, curve, measured, same_fields
+from shoal.bench.frame import (
+    BenchmarkPlan,
+    ContestRunFlags,
+    Noted,
+    RowKey,
+    RunFlags,
+    Tell,
+    announce,
+    curve,
+    measured,
+    same_fields,
+)
 from shoal.bench.workers import one_line, run_tasks
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.placement import num_cores
@@ -167,10 +178,31 @@ class ConvergenceFlags(msgspec.Struct, frozen=True, kw_only=True):
     force: Annotated[bool, flag("Try it even if memory seems too small.")] = False
 
 
-class ConvergenceRunFlags(RunFlags, frozen=True, kw_only=True):
+class ConvergenceRunFlags(ContestRunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark, with the first seed of the original."""
 
     seed: Annotated[int, flag("Of the first run; each further one adds 1.")] = _USUAL.seed
+
+
+def convergence_command(
+    flags: ConvergenceFlags, run: ConvergenceRunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan:
+    """How well MNIST is learned when every update comes late: Learning@home's experiment in virtual time.
+
+    Trainers share one model. Each computes a gradient, waits for the network, and updates what others have
+    changed meanwhile. Nobody sleeps: the delays pass in virtual time, and two runs with one seed are equal.
+    """
+    from shoal.data import mnist
+
+    config = convergence_config(flags, run, typed)
+    available_bytes = free_bytes(config.device)
+    announce(f"Memory: {memory_text(config, config.num_seeds, available_bytes)}")
+    if not flags.force:
+        check_memory(config, available_bytes)
+    # found or fetched once, before every process looks for it
+    for is_training in (True, False):
+        mnist(train=is_training, folder=flags.data_dir)
+    return BenchmarkPlan(config, run, summarize_convergence, convergence_items)
 
 
 def convergence_config(flags: ConvergenceFlags, run: RunFlags, typed: Mapping[str, str]) -> ConvergenceConfig:

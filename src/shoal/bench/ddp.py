@@ -34,7 +34,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     tell_sharing,
 )
-from shoal.bench.frame import RunFlags, Tell, measured, same_fields
+from shoal.bench.frame import BenchmarkPlan, RunFlags, Tell, WholeRunFlags, defaults_of, measured, same_fields
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import Backend as TorchBackend
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
@@ -71,7 +71,6 @@ _ANSWER_S = 1800.0  # 15 iterations of a large model on one core
 
 Backend = Literal["gloo", "nccl", "shoal"]
 """What carries gradients: torch.distributed's, or the group's own shared memory and streams."""
-DEFAULT_WORKERS = 2
 _WARM_ITERATIONS = 2
 _TITLE = "Shoal distributed data parallel benchmark"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -86,54 +85,6 @@ _VARIABLES = {
 """What a launcher would have set, by the flag that says it."""
 
 
-class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench ddp`, which are those of PyTorch's DDP benchmark and ours."""
-
-    model: Annotated[
-        tuple[str, ...] | None,
-        flag(
-            "What is trained; your own is file.py:factory.",
-            metavar="NAME,...",
-            shown="the document's four on GPUs, resnet18 else",
-        ),
-    ] = None
-    strategy: Annotated[
-        str, flag("In the place of torch's DDP: any of `shoal run --help`.", metavar="NAME")
-    ] = "ddp"
-    option: Annotated[dict[str, str], flag("Of the strategy; may be given often.", metavar="NAME=VALUE")] = {}
-    num_workers: Annotated[
-        int | None, flag("Workers at most.", "--np", "-np", ge=1, shown="the GPUs, or 2 on the CPU")
-    ] = None
-    workers_per_machine: Annotated[
-        int | None, flag("Count one machine as several of so many workers.", ge=1)
-    ] = None
-    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = 32
-    image_size: Annotated[int | None, flag("The side of the images.", ge=1, shown="the models' own")] = None
-    sequence_length: SequenceLength = None
-    num_warmup: Annotated[int, flag("Iterations before those that count.", ge=0)] = 5
-    num_iters: Annotated[int, flag("Measured iterations of each rank.", ge=1)] = 10
-    bucket_size: Annotated[int | None, flag("Of gradients, in MB.", ge=1, shown="25")] = None
-    distributed_backend: Annotated[
-        TorchBackend | None,
-        flag("Of the measured groups.", shown="for ddp: nccl with a GPU for each worker, else gloo"),
-    ] = None
-    device: Device = "auto"
-    world_size: Annotated[
-        int | None, flag("Processes, of which this is one: started by hand, one a rank.", ge=1)
-    ] = None
-    rank: Annotated[int | None, flag("Of this process.", ge=0, shown="RANK")] = None
-    master_addr: Annotated[str | None, flag("Where rank 0 runs.", metavar="HOST")] = None
-    master_port: Annotated[int | None, flag("Where they meet there.", ge=1, le=65535, metavar="PORT")] = None
-
-
-class DdpRunFlags(RunFlags, frozen=True, kw_only=True):
-    """The flags of every benchmark; --json has PyTorch's layout here."""
-
-    json_file: Annotated[
-        Path | None, flag("Write PyTorch's own JSON of the run; - is stdout.", "--json", metavar="FILE")
-    ] = None
-
-
 class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, by whom, and how often."""
 
@@ -145,7 +96,7 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Tokens of an example; None where each model of text has its own."""
     num_warmup: int = 5
     num_iters: int = 10
-    bucket_size: int | None = 25
+    bucket_size: int | None = DOCUMENT_BUCKET_SIZE
     """Of gradients, in MiB; None for a strategy that has none."""
     distributed_backend: Backend = "gloo"
     strategy: str = "ddp"
@@ -184,21 +135,82 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return is_ddp(self.strategy)
 
 
+_USUAL = defaults_of(DdpConfig)
+
+
+class DdpFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench ddp`, which are those of PyTorch's DDP benchmark and ours."""
+
+    model: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "What is trained; your own is file.py:factory.",
+            metavar="NAME,...",
+            shown="the document's four on GPUs, resnet18 else",
+        ),
+    ] = None
+    strategy: Annotated[
+        str, flag("In the place of torch's DDP: any of `shoal run --help`.", metavar="NAME")
+    ] = _USUAL.strategy
+    option: Annotated[dict[str, str], flag("Of the strategy; may be given often.", metavar="NAME=VALUE")] = {}
+    num_workers: Annotated[
+        int | None, flag("Workers at most.", "--np", "-np", ge=1, shown="the GPUs, or 2 on the CPU")
+    ] = None
+    workers_per_machine: Annotated[
+        int | None, flag("Count one machine as several of so many workers.", ge=1)
+    ] = None
+    batch_size: Annotated[int, flag("Of each worker.", ge=1)] = _USUAL.batch_size
+    image_size: Annotated[int | None, flag("The side of the images.", ge=1, shown="the models' own")] = None
+    sequence_length: SequenceLength = None
+    num_warmup: Annotated[int, flag("Iterations before those that count.", ge=0)] = _USUAL.num_warmup
+    num_iters: Annotated[int, flag("Measured iterations of each rank.", ge=1)] = _USUAL.num_iters
+    bucket_size: Annotated[int | None, flag("Of gradients, in MB.", ge=1, shown=str(_USUAL.bucket_size))] = (
+        None
+    )
+    distributed_backend: Annotated[
+        TorchBackend | None,
+        flag("Of the measured groups.", shown="for ddp: nccl with a GPU for each worker, else gloo"),
+    ] = None
+    device: Device = "auto"
+    world_size: Annotated[
+        int | None, flag("Processes, of which this is one: started by hand, one a rank.", ge=1)
+    ] = None
+    rank: Annotated[int | None, flag("Of this process.", ge=0, shown="RANK")] = None
+    master_addr: Annotated[str | None, flag("Where rank 0 runs.", metavar="HOST")] = None
+    master_port: Annotated[int | None, flag("Where they meet there.", ge=1, le=65535, metavar="PORT")] = None
+
+
+class DdpRunFlags(WholeRunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark; --json has PyTorch's layout here."""
+
+    json_file: Annotated[
+        Path | None, flag("Write PyTorch's own JSON of the run; - is stdout.", "--json", metavar="FILE")
+    ] = None
+
+
+def ddp_command(flags: DdpFlags, hosts: HostFlags, run: DdpRunFlags) -> BenchmarkPlan:
+    """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
+    take_part(flags)
+    config = ddp_config(flags, hosts, run)
+    return BenchmarkPlan(
+        config, run, summarize_ddp, ddp_items, where=hosts.starter(config.num_workers), encode=encode_ddp
+    )
+
+
 def ddp_config(flags: DdpFlags, hosts: HostFlags, run: RunFlags) -> DdpConfig:
     """Make of the flags, and of the document's defaults on this device, what is measured."""
     device = device_of(flags.device, is_here=not hosts.are_named)
     is_gpu = device == "cuda"
     num_here = num_gpus() if is_gpu else 0
-    size = hosts.num_workers(flags.num_workers, flags.world_size or num_here or DEFAULT_WORKERS)
+    size = hosts.num_workers(flags.num_workers, flags.world_size or num_here or _USUAL.num_workers)
     is_shared = is_gpu and has_shared_gpus(hosts, size)
-    if is_shared:
-        tell_sharing(hosts, size)
+    tell_sharing(device, hosts, size)
     if is_shared and flags.distributed_backend == "nccl":
         raise UsageError(
             "NCCL refuses workers that share a GPU.",
             next_step=f"take --np {num_here} or fewer, or --distributed-backend gloo.",
         )
-    models = flags.model or (DOCUMENT_MODELS if is_gpu else ("resnet18",))
+    models = flags.model or (DOCUMENT_MODELS if is_gpu else _USUAL.models)
     entries = entries_of(models, flags)
     if flags.image_size is None:
         for entry in entries:

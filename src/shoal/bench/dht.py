@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import check_profile
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, Tell, WholeRunFlags, announce, measured
 from shoal.core import LoopThread, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
+from shoal.doctor import machine
 from shoal.report import Row
 
 if TYPE_CHECKING:
@@ -37,35 +38,56 @@ _NUM_PEERS_WITH_ASKERS_APART = 8
 
 
 class ExpertsPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mode", tag=EXPERTS):
-    """What is declared and looked up, batch after batch."""
+    """What is declared and looked up, batch after batch: the flags of --mode experts."""
 
-    num_experts: int = 256
-    """Drawn, of which those that come twice are left out."""
-    expert_batch_size: int = 32
-    wait_after_request_s: float = 0.0
-    """After each batch that was declared."""
-    wait_before_read_s: float = 0.0
+    num_experts: Annotated[int, flag("experts: drawn at random.", ge=1)] = 256
+    """Of which those that come twice are left out."""
+    expert_batch_size: Annotated[int, flag("experts: at once.", ge=1)] = 32
+    wait_after_request_s: Annotated[
+        float, flag("experts: seconds after each declared batch.", "--wait-after-request", ge=0, shown="0")
+    ] = 0.0
+    wait_before_read_s: Annotated[
+        float, flag("experts: seconds before the look-ups.", "--wait-before-read", ge=0, shown="0")
+    ] = 0.0
 
 
 class KeysPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mode", tag=KEYS):
-    """Which keys are stored and got, by how many peers, and how many of the others die."""
+    """Which keys are stored and got, by how many peers, and how many die: the flags of --mode keys."""
 
-    num_keys: int | None = None
-    """All stored before anybody dies, all got after; None for rounds."""
-    total_num_rounds: int = 16
-    num_store_peers: int = 8
-    """That store a subkey each under one key."""
-    num_get_peers: int = 8
-    num_threads: int = 10
-    """Keys that are stored, or got, at once."""
-    failure_rate: float = 0.1
-    """The share of all peers that is killed; they never ask for anything."""
-    delay_s: float = 0.0
-    """How long to wait between storing and getting."""
-    wait_after_iteration_s: float = 0.0
-    """How long to rest after every `num_threads` rounds."""
-    latest: bool = True
-    """Whether a get asks all replicas."""
+    num_keys: Annotated[
+        int | None,
+        flag("keys: store so many, then kill, then get all; instead of rounds.", ge=1, shown=False),
+    ] = None
+    total_num_rounds: Annotated[
+        int, flag("keys: one key each, stored and got; peers die along the way.", ge=1)
+    ] = 16
+    num_store_peers: Annotated[
+        int, flag("keys: store a subkey each.", ge=1, shown="8; 1 with --num-keys")
+    ] = 8
+    num_get_peers: Annotated[int, flag("keys: get each key.", ge=1, shown="8; 1 with --num-keys")] = 8
+    num_threads: Annotated[int, flag("keys: keys at once.", ge=1)] = 10
+    failure_rate: Annotated[
+        float, flag("keys: share of peers that is killed.", ge=0, le=1, shown="0.1; --virtual: 0")
+    ] = 0.1
+    """They never ask for anything."""
+    delay_s: Annotated[float, flag("keys: seconds between store and get.", "--delay", ge=0, shown="0")] = 0.0
+    wait_after_iteration_s: Annotated[
+        float,
+        flag(
+            "keys: seconds of rest after each --num-threads rounds, before the next are stored.",
+            "--wait-after-iteration",
+            ge=0,
+            shown="0",
+        ),
+    ] = 0.0
+    latest: Annotated[
+        bool,
+        flag(
+            "keys: ask all replicas; also --latest true, --latest false.",
+            "--latest/--no-latest",
+            shown="--latest; not with --num-keys",
+        ),
+    ] = True
 
 
 class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,7 +164,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench dht`, by the names that the document's users type; those of a mode say so."""
+    """The flags of `shoal bench dht` in both modes, by the names that the document's users type."""
 
     mode: Annotated[
         Literal["experts", "keys"] | None,
@@ -172,55 +194,13 @@ class DhtFlags(msgspec.Struct, frozen=True, kw_only=True):
         float | None, flag("Seconds after which a request has failed.", ge=0.001, shown="3, the DHT's own")
     ] = None
     increase_file_limit: Annotated[bool, flag("Allow as many open sockets as the peers need.")] = False
-    num_experts: Annotated[int | None, flag("experts: drawn at random.", ge=1, shown="256")] = None
-    expert_batch_size: Annotated[int | None, flag("experts: at once.", ge=1, shown="32")] = None
-    wait_after_request: Annotated[
-        float | None, flag("experts: seconds after each declared batch.", ge=0, shown="0")
-    ] = None
-    wait_before_read: Annotated[
-        float | None, flag("experts: seconds before the look-ups.", ge=0, shown="0")
-    ] = None
-    num_keys: Annotated[
-        int | None,
-        flag("keys: store so many, then kill, then get all; instead of rounds.", ge=1, shown=False),
-    ] = None
-    total_num_rounds: Annotated[
-        int | None, flag("keys: one key each, stored and got; peers die along the way.", ge=1, shown="16")
-    ] = None
-    num_store_peers: Annotated[
-        int | None, flag("keys: store a subkey each.", ge=1, shown="8; 1 with --num-keys")
-    ] = None
-    num_get_peers: Annotated[int | None, flag("keys: get each key.", ge=1, shown="8; 1 with --num-keys")] = (
-        None
-    )
-    num_threads: Annotated[int | None, flag("keys: keys at once.", ge=1, shown="10")] = None
-    failure_rate: Annotated[
-        float | None, flag("keys: share of peers that is killed.", ge=0, le=1, shown="0.1; --virtual: 0")
-    ] = None
-    delay: Annotated[float | None, flag("keys: seconds between store and get.", ge=0, shown="0")] = None
-    wait_after_iteration: Annotated[
-        float | None,
-        flag(
-            "keys: seconds of rest after each --num-threads rounds, before the next are stored.",
-            ge=0,
-            shown="0",
-        ),
-    ] = None
-    latest: Annotated[
-        bool | None,
-        flag(
-            "keys: ask all replicas; also --latest true, --latest false.",
-            "--latest/--no-latest",
-            shown="--latest; not with --num-keys",
-        ),
-    ] = None
     virtual: Annotated[bool, flag("In virtual time, on simulated links.")] = False
     profile: Annotated[
         str | None, flag("--virtual: the network, a preset's name or a TOML file.", shown="wan")
     ] = None
 
 
-class DhtRunFlags(RunFlags, frozen=True, kw_only=True):
+class DhtRunFlags(WholeRunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark, with the document's other name of the seed."""
 
     seed: Annotated[int, flag("Of the first start; each further one adds 1.", "--seed", "--random-seed")] = 0
@@ -271,6 +251,20 @@ def config_of(mode: str | None, given: Mapping[str, Any], *, is_virtual: bool = 
         wait_timeout_s=flags.get("wait_timeout"),
         profile=flags.get("profile", "wan") if is_virtual else None,
     )
+
+
+def dht_command(
+    flags: DhtFlags, experts: ExpertsPlan, keys: KeysPlan, run: DhtRunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan:
+    """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
+    from shoal.bench.tables.dht import dht_items, summarize_dht
+
+    planned = msgspec.structs.asdict(experts) | msgspec.structs.asdict(keys)
+    given = {name.removesuffix("_s"): value for name, value in planned.items() if name in typed}
+    config = config_of(flags.mode, msgspec.structs.asdict(flags) | given, is_virtual=flags.virtual)
+    if not flags.virtual:
+        announce(machine.ensure_open_files(config.num_files, should_raise=flags.increase_file_limit))
+    return BenchmarkPlan(config, run, summarize_dht, dht_items)
 
 
 def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:

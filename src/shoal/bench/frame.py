@@ -18,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple, Protocol, TextIO, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -34,6 +36,7 @@ from shoal.doctor.machine import Watch, describe_code, describe_machine
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
 from shoal.report.schema import Identity
 from shoal.report.tables import emit
+from shoal.report.views import Items, report_items
 from shoal.report.words import METRICS
 
 T = TypeVar("T", Row, Curve)
@@ -114,6 +117,17 @@ class RunFlags(msgspec.Struct, frozen=True, kw_only=True):
         Path | None, flag("Write the report's JSON there too; - is stdout.", "--json", metavar="FILE")
     ] = None
 
+    @property
+    def out(self) -> TextIO:
+        """Where text for people goes: not to stdout where JSON stands there alone."""
+        return sys.stderr if str(self.json_file) == "-" else sys.stdout
+
+
+def defaults_of(config: type[msgspec.Struct]) -> Any:
+    """The defaults of a config's fields, by name: where a flag has the same one, it is taken from there."""
+    fields = msgspec.structs.fields(config)
+    return SimpleNamespace(**{field.name: field.default for field in fields if not field.required})
+
 
 def same_fields(flags: msgspec.Struct, config: type[msgspec.Struct]) -> dict[str, Any]:
     """What flags say of the fields that a config has by the same name."""
@@ -121,22 +135,74 @@ def same_fields(flags: msgspec.Struct, config: type[msgspec.Struct]) -> dict[str
     return {name: getattr(flags, name) for name in shared}
 
 
-SCENARIOS: dict[str, str] = {
-    "accuracy": "shoal.bench.accuracy:AccuracyScenario",
-    "collectives": "shoal.bench.collectives:CollectivesScenario",
-    "compare": "shoal.bench.compare:CompareScenario",
-    "convergence": "shoal.bench.convergence:ConvergenceScenario",
-    "ddp": "shoal.bench.ddp:DdpScenario",
-    "dht": "shoal.bench.dht:DhtScenario",
-    "experts": "shoal.bench.experts:ExpertsScenario",
-    "latency": "shoal.bench.latency:LatencyScenario",
-    "scaling": "shoal.bench.scaling:ScalingScenario",
-    "swarm": "shoal.bench.swarm:SwarmScenario",
-    "training": "shoal.bench.training:TrainingScenario",
-    "transport": "shoal.bench.transport:TransportScenario",
-    "virtual": "shoal.bench.virtual:VirtualScenario",
+class ContestRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark whose start has several seeds; it is compared with nothing."""
+
+    starts: int = 1
+    against: str | None = None
+
+
+class WholeRunFlags(RunFlags, frozen=True, kw_only=True):
+    """The flags of every benchmark that has no short form."""
+
+    short: bool = False
+
+
+@dataclass(frozen=True)
+class BenchmarkPlan:
+    """What a command line asks to be measured, and what is said of it."""
+
+    config: Any
+    run: RunFlags
+    summarize: Callable[[Report], dict[str, Any]]
+    """Makes the RESULT line."""
+    items: Callable[[Report], Items] = report_items
+    """Makes what is printed of a report."""
+    where: Starter | None = None
+    """Runs a start elsewhere than in a child of this process."""
+    encode: Callable[[Report], bytes] | None = None
+    """Makes what --json holds, where that is not the report."""
+
+
+class Benchmark(NamedTuple):
+    """Where the parts of a benchmark stand, as `module:name` in this room."""
+
+    scenario: str
+    """Made as `class(config, seed)` in the process that measures."""
+    command: str
+    """Takes structs of flags and returns a `BenchmarkPlan`, or None where it has done all by itself."""
+    is_ranked: bool = False
+    """Whether a launcher may have started its workers."""
+
+
+BENCHMARKS = {
+    "transport": Benchmark("transport:TransportScenario", "transport:transport_command"),
+    "virtual": Benchmark("virtual:VirtualScenario", "virtual:virtual_command"),
+    "swarm": Benchmark("swarm:SwarmScenario", "plans:swarm_command"),
+    "dht": Benchmark("dht:DhtScenario", "dht:dht_command"),
+    "experts": Benchmark("experts:ExpertsScenario", "plans:experts_command"),
+    "collectives": Benchmark("collectives:CollectivesScenario", "collectives:collectives_command"),
+    "training": Benchmark("training:TrainingScenario", "training:training_command", is_ranked=True),
+    "ddp": Benchmark("ddp:DdpScenario", "ddp:ddp_command", is_ranked=True),
+    "scaling": Benchmark("scaling:ScalingScenario", "scaling:scaling_command", is_ranked=True),
+    "accuracy": Benchmark("accuracy:AccuracyScenario", "accuracy:accuracy_command", is_ranked=True),
+    "convergence": Benchmark("convergence:ConvergenceScenario", "convergence:convergence_command"),
+    "latency": Benchmark("latency:LatencyScenario", "latency:latency_command"),
+    "compare": Benchmark("compare:CompareScenario", "comparison:compare_command"),
 }
-"""By the benchmark's name: `module:class`, made as `class(config, seed)` in the process that measures."""
+"""All benchmarks, in the order of `shoal bench --help`; `compare` is a verb of its own."""
+
+
+def part_named(place: str) -> Any:
+    """What `module:name` of a `Benchmark` means; imports that module alone."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def announce(line: str | None) -> None:
+    """Tell the person at the terminal what is no result; nothing where there is nothing to tell."""
+    if line:
+        emit(line, sys.stderr)
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -246,8 +312,12 @@ def tell_rows(scenario: Scenario, tell: Receive) -> None:
 
 def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scenario:
     """The scenario of a benchmark by its name, or by `module:class`."""
-    module, _, name = SCENARIOS.get(benchmark, benchmark).partition(":")
-    scenario: Scenario = getattr(importlib.import_module(module), name)(config, seed)
+    if benchmark in BENCHMARKS:
+        made = part_named(BENCHMARKS[benchmark].scenario)
+    else:
+        module, _, name = benchmark.partition(":")
+        made = getattr(importlib.import_module(module), name)
+    scenario: Scenario = made(config, seed)
     return scenario
 
 

@@ -25,9 +25,19 @@ from shoal.bench.experts import (
     check_device,
     ensure_files,
 )
-from shoal.bench.frame import RowKey, Tell, curve, measured, same_fields
+from shoal.bench.frame import (
+    BenchmarkPlan,
+    RowKey,
+    Tell,
+    WholeRunFlags,
+    announce,
+    curve,
+    measured,
+    same_fields,
+)
 from shoal.bench.workers import Child, ask_all, child, client_processes
 from shoal.core import Address, BenchmarkError, UsageError
+from shoal.core.errors import did_you_mean
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.doctor.machine import default_device, gpus, memory
@@ -191,6 +201,20 @@ class LatencyConfig(LatencyOptions, frozen=True, forbid_unknown_fields=True, kw_
         return self.num_layers * (1 if passes == "forward" else 2)
 
 
+def latency_command(flags: LatencyFlags, run: WholeRunFlags, more: Sequence[str] | None) -> BenchmarkPlan:
+    """Throughput under latency: model parallelism without delays, with them, and expert servers.
+
+    A model is a row of layers. 'fast' holds neighbouring layers on one device and waits for nothing; 'slow'
+    waits after every layer, ping × Exp(1); 'ours' are expert servers, which many clients ask at once, each
+    waiting as long after every layer. After Learning@home's throughput scripts; forward only, as they are.
+    """
+    config = latency_config(flags, more or ())
+    if not flags.virtual:
+        announce(check_machine(config, should_raise_limit=flags.increase_file_limit))
+        announce(waiting_text(config))
+    return BenchmarkPlan(config, run, summarize_latency, latency_items)
+
+
 def latency_config(flags: LatencyFlags, more: Sequence[str] = ()) -> LatencyConfig:
     """Make of the flags what is measured; `more` are values that follow the first of --gpus or --hosts."""
     gpus, hosts = _listed_values(flags, more)
@@ -283,7 +307,9 @@ def parsed_methods(names: Sequence[str]) -> tuple[Method, ...]:
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise UsageError(
-            f"There is no method {unknown[0]!r}." if unknown else "No method is measured.",
+            f"There is no method {unknown[0]!r}.{did_you_mean(unknown[0], METHODS)}"
+            if unknown
+            else "No method is measured.",
             next_step=f"give some of {','.join(METHODS)}.",
         )
     return tuple(method for method in METHODS if method in names)

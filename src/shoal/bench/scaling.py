@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,13 +41,14 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, defaults_of, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import BenchPlace, LocalWorkers, OpenWorkers, Workers, WorkerSettings, one_line
 from shoal.core import BenchmarkError, ShoalError, UsageError
 from shoal.core.placement import num_cores
 from shoal.core.run_options import flag
 from shoal.report import DEFAULT_FOLDER, Curve, Report, Row
+from shoal.report.tables import show, tell_result
 from shoal.report.units import counted
 from shoal.strategies.registry import canonical, find
 
@@ -68,59 +70,6 @@ _SMALLEST_INNER_OUTER = 3
 DEFAULT_STRATEGIES = ("neighbor", "hierarchical", "all-reduce")
 MODELS = {"cpu": "resnet18", "cuda": "resnet50"}
 """On a CPU one step of the document's model takes minutes."""
-
-
-class ScalingFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench scaling`, many of them by BlueFog's names."""
-
-    strategies: Annotated[
-        tuple[str, ...] | None,
-        flag(
-            "Beside 'none', where nothing is shared.", metavar="NAME,...", shown=",".join(DEFAULT_STRATEGIES)
-        ),
-    ] = None
-    dist_optimizer: Annotated[
-        str | None,
-        flag("One strategy, by BlueFog's name for it, with one number of workers.", metavar="NAME"),
-    ] = None
-    num_workers: Annotated[
-        tuple[int, ...] | None,
-        flag("Numbers of workers.", "--np", "-np", metavar="N,...", shown="1,2,4,... cores"),
-    ] = None
-    workers_per_machine: Annotated[int | None, flag("Split this machine into several.", ge=1)] = None
-    model: Annotated[
-        str | None,
-        flag(
-            "What is trained, on synthetic images or tokens; your own is file.py:factory.",
-            shown="resnet50; resnet18 on a CPU",
-        ),
-    ] = None
-    image_size: Annotated[int | None, flag("The images' side.", ge=1, shown="the model's own")] = None
-    sequence_length: SequenceLength = None
-    num_classes: Annotated[int | None, flag("That the model tells apart.", ge=1, shown="the model's own")] = (
-        None
-    )
-    batch_size: Annotated[tuple[int, ...], flag("Of each worker.", metavar="N,...")] = (32,)
-    num_warmup_batches: Annotated[int | None, flag("That do not count.", ge=0, shown="10")] = None
-    num_batches_per_iter: Annotated[int | None, flag("Measured together.", ge=1, shown="10")] = None
-    num_iters: Annotated[int | None, flag("Measurements.", ge=1, shown="10")] = None
-    atc_style: Annotated[bool, flag("Neighbours combine after the step, not while it is computed.")] = False
-    disable_dynamic_topology: Annotated[bool, flag("All neighbours in every round, not one in turn.")] = False
-    option: StrategyOption = {}
-    device: Device = "auto"
-    no_cuda: NoCuda = False
-    profile: Annotated[
-        str | None, flag("Make links as slow as those of a network: a preset's name or a TOML file.")
-    ] = None
-    between: Annotated[
-        Literal["workers", "machines"] | None,
-        flag("Whose links the profile is of.", shown="machines where there are several"),
-    ] = None
-    profiler: Annotated[bool, flag(f"Trace one more iteration of rank 0 into {DEFAULT_FOLDER}/.")] = False
-    predict: Annotated[bool, flag("Extend what was measured to 1,024 workers by a cost model.")] = False
-    predict_published: Annotated[
-        bool, flag("Check the cost model by BlueFog's published figures, and no more.")
-    ] = False
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -192,6 +141,81 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return bool(sizes) and min(sizes) < max(self.num_workers)
 
 
+_USUAL = defaults_of(ScalingConfig)
+_SHORT = ScalingConfig(num_warmup_batches=1, num_batches_per_iter=1, num_iters=3)
+
+
+class ScalingFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `shoal bench scaling`, many of them by BlueFog's names."""
+
+    strategies: Annotated[
+        tuple[str, ...] | None,
+        flag(
+            "Beside 'none', where nothing is shared.", metavar="NAME,...", shown=",".join(DEFAULT_STRATEGIES)
+        ),
+    ] = None
+    dist_optimizer: Annotated[
+        str | None,
+        flag("One strategy, by BlueFog's name for it, with one number of workers.", metavar="NAME"),
+    ] = None
+    num_workers: Annotated[
+        tuple[int, ...] | None,
+        flag("Numbers of workers.", "--np", "-np", metavar="N,...", shown="1,2,4,... cores"),
+    ] = None
+    workers_per_machine: Annotated[int | None, flag("Split this machine into several.", ge=1)] = None
+    model: Annotated[
+        str | None,
+        flag(
+            "What is trained, on synthetic images or tokens; your own is file.py:factory.",
+            shown="resnet50; resnet18 on a CPU",
+        ),
+    ] = None
+    image_size: Annotated[int | None, flag("The images' side.", ge=1, shown="the model's own")] = None
+    sequence_length: SequenceLength = None
+    num_classes: Annotated[int | None, flag("That the model tells apart.", ge=1, shown="the model's own")] = (
+        None
+    )
+    batch_size: Annotated[tuple[int, ...], flag("Of each worker.", metavar="N,...")] = _USUAL.batch_sizes
+    num_warmup_batches: Annotated[
+        int | None, flag("That do not count.", ge=0, shown=str(_USUAL.num_warmup_batches))
+    ] = None
+    num_batches_per_iter: Annotated[
+        int | None, flag("Measured together.", ge=1, shown=str(_USUAL.num_batches_per_iter))
+    ] = None
+    num_iters: Annotated[int | None, flag("Measurements.", ge=1, shown=str(_USUAL.num_iters))] = None
+    atc_style: Annotated[bool, flag("Neighbours combine after the step, not while it is computed.")] = False
+    disable_dynamic_topology: Annotated[bool, flag("All neighbours in every round, not one in turn.")] = False
+    option: StrategyOption = {}
+    device: Device = "auto"
+    no_cuda: NoCuda = False
+    profile: Annotated[
+        str | None, flag("Make links as slow as those of a network: a preset's name or a TOML file.")
+    ] = None
+    between: Annotated[
+        Literal["workers", "machines"] | None,
+        flag("Whose links the profile is of.", shown="machines where there are several"),
+    ] = None
+    profiler: Annotated[bool, flag(f"Trace one more iteration of rank 0 into {DEFAULT_FOLDER}/.")] = False
+    predict: Annotated[bool, flag("Extend what was measured to 1,024 workers by a cost model.")] = False
+    predict_published: Annotated[
+        bool, flag("Check the cost model by BlueFog's published figures, and no more.")
+    ] = False
+
+
+def scaling_command(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> BenchmarkPlan | None:
+    """Images a second from one worker to many, under each strategy: how near to linear it stays."""
+    if flags.predict_published:
+        from shoal.bench.forecast.published import published_items, published_result
+
+        show(published_items(), sys.stdout)
+        tell_result(published_result(), sys.stdout)
+        return None
+    from shoal.bench.tables.scaling import scaling_items, summarize_scaling
+
+    config = scaling_config(flags, hosts, run)
+    return BenchmarkPlan(config, run, summarize_scaling, scaling_items, where=hosts.starter(config.crew_size))
+
+
 def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> ScalingConfig:
     """Make of the flags what is measured; UsageError where they contradict each other."""
     from shoal.models import model_named
@@ -216,7 +240,7 @@ def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> Scal
             f"--predict has no cost model of text, which {entry.name} reads.",
             next_step="leave --predict out, or take a model of images.",
         )
-    usual = 1 if run.short else 10
+    usual = _SHORT if run.short else _USUAL
     return ScalingConfig(
         model=entry.name,
         image_size=entry.image_side,
@@ -231,9 +255,11 @@ def scaling_config(flags: ScalingFlags, hosts: HostFlags, run: RunFlags) -> Scal
         options=given_options(chosen, flags.option),
         is_dynamic=not flags.disable_dynamic_topology,
         is_adapt_then_combine=flags.atc_style,
-        num_warmup_batches=usual if flags.num_warmup_batches is None else flags.num_warmup_batches,
-        num_batches_per_iter=flags.num_batches_per_iter or usual,
-        num_iters=flags.num_iters or (3 if run.short else 10),
+        num_warmup_batches=usual.num_warmup_batches
+        if flags.num_warmup_batches is None
+        else flags.num_warmup_batches,
+        num_batches_per_iter=flags.num_batches_per_iter or usual.num_batches_per_iter,
+        num_iters=flags.num_iters or usual.num_iters,
         device=device,
         profile=flags.profile,
         between=flags.between or ("machines" if has_machines else "workers"),

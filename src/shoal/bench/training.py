@@ -2,7 +2,7 @@
 
 One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
 ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
-the samples say is `tables.training`'; servers and workers that are started by hand are `training_by_hand`'s.
+the samples say is `tables.training`'; servers and workers that are started by hand are `processes.by_hand`'s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shoal.bench.contenders import (
     tell_inputs,
     workers_device,
 )
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, defaults_of, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.workers import (
     BenchPlace,
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from shoal.group.base import Group
 
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
-DEFAULT_WARMUP = 3
 _ANSWER_S = 900.0  # a block of a slow worker with a large model on a CPU
 OPTIMIZERS = {
     "sync-sgd": "all-reduce",
@@ -83,6 +82,62 @@ together in a block, and of each; a worker's iterations; ratios of a worker's ow
 waited for another in a block."""
 
 
+class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is trained, and for how long."""
+
+    model: str = "mlp"
+    image_size: int | None = None
+    """The side of the images; None is the model's own, or that it takes none."""
+    sequence_length: int | None = None
+    """Tokens of an example, where the model reads text."""
+    device: DeviceKind = "cpu"
+    batch_size: int = 64
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
+    options: dict[str, dict[str, Any]] = {}
+    """Of each strategy, where it has others than its defaults."""
+    num_workers: int = 2
+    workers_per_machine: int | None = None
+    num_servers: int = 1
+    """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
+    num_pairs: int = 10
+    """Blocks of each strategy, each with one of `none` beside it."""
+    num_warmup: int = 3
+    block_s: float = 1.0
+    iterations: int | None = None
+    """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
+    slow_rank: int | None = None
+    """This worker sleeps in every iteration, also under `none`."""
+    slow_factor: float = 10.0
+    """How many times as long its iterations take."""
+    kungfu: str | None = None
+    """What KungFu calls the strategy, where it was asked for by that name."""
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    seed: int = 0
+
+    def servers_of(self, strategy: str) -> int:
+        """How many processes there are beside the workers of a strategy."""
+        return self.num_servers if needs_servers(strategy) else 0
+
+    def __post_init__(self) -> None:
+        if self.num_servers < 1:
+            raise UsageError("Strategies with servers need one.", next_step="give --num-servers 1 or more.")
+        if min(self.num_workers, self.num_pairs, self.batch_size, self.num_warmup) < 1:
+            raise UsageError(
+                "Without workers, warm-up, pairs or examples nothing is measured.",
+                next_step="give 1 or more of each.",
+            )
+        if self.slow_rank is not None and not 0 <= self.slow_rank < self.num_workers:
+            raise UsageError(
+                f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
+                next_step=f"give --slow-worker RANK:FACTOR with a rank from 0 to {self.num_workers - 1}.",
+            )
+
+
+_USUAL = defaults_of(TrainingConfig)
+_SHORT = TrainingConfig(num_pairs=3, block_s=0.3)
+
+
 class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `shoal bench training`, by our names and by those that KungFu's users type."""
 
@@ -92,7 +147,7 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
             "What is trained, on synthetic data: mlp, ResNet50, gpt-nano, …, or your own as file.py:factory.",
             metavar="NAME",
         ),
-    ] = "mlp"
+    ] = _USUAL.model
     image_size: Annotated[int | None, flag("Side of the images.", ge=1, shown="the model's own")] = None
     sequence_length: SequenceLength = None
     strategies: Annotated[
@@ -115,7 +170,13 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
     no_ddp: Annotated[bool, flag("Leave torch's own DDP out.")] = False
     num_workers: Annotated[
         int | None,
-        flag("Workers, one thread each.", "--np", "-np", ge=1, shown="2, or as many as a launcher started"),
+        flag(
+            "Workers, one thread each.",
+            "--np",
+            "-np",
+            ge=1,
+            shown=f"{_USUAL.num_workers}, or as many as a launcher started",
+        ),
     ] = None
     option: StrategyOption = {}
     workers_per_machine: WorkersPerMachine = None
@@ -135,7 +196,7 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
             "Iterations before anything is measured.",
             "--num-warmup-batches",
             ge=1,
-            shown=f"{DEFAULT_WARMUP}, 10 by hand",
+            shown=f"{_USUAL.num_warmup}, 10 by hand",
         ),
     ] = None
     pairs: Annotated[
@@ -145,10 +206,12 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
             "--pairs",
             "--num-iters",
             ge=1,
-            shown="10, 3000 by hand",
+            shown=f"{_USUAL.num_pairs}, 3000 by hand",
         ),
     ] = None
-    block_seconds: Annotated[float | None, flag("Length of a block.", ge=0.01, shown="1")] = None
+    block_seconds: Annotated[
+        float | None, flag("Length of a block.", ge=0.01, shown=f"{_USUAL.block_s:g}")
+    ] = None
     iterations: Annotated[
         int | None,
         flag(
@@ -182,61 +245,29 @@ class TrainingFlags(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.ps_hosts is self.worker_hosts is self.job_name is None)
 
 
-class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is trained, and for how long."""
+def training_command(
+    flags: TrainingFlags, hosts: HostFlags, run: RunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan | None:
+    """Training under each strategy, beside workers that share nothing: what sharing costs.
 
-    model: str = "mlp"
-    image_size: int | None = None
-    """The side of the images; None is the model's own, or that it takes none."""
-    sequence_length: int | None = None
-    """Tokens of an example, where the model reads text."""
-    device: DeviceKind = "cpu"
-    batch_size: int = 64
-    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
-    options: dict[str, dict[str, Any]] = {}
-    """Of each strategy, where it has others than its defaults."""
-    num_workers: int = 2
-    workers_per_machine: int | None = None
-    num_servers: int = 1
-    """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
-    num_pairs: int = 10
-    """Blocks of each strategy, each with one of `none` beside it."""
-    num_warmup: int = DEFAULT_WARMUP
-    block_s: float = 1.0
-    iterations: int | None = None
-    """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
-    slow_rank: int | None = None
-    """This worker sleeps in every iteration, also under `none`."""
-    slow_factor: float = 10.0
-    """How many times as long its iterations take."""
-    kungfu: str | None = None
-    """What KungFu calls the strategy, where it was asked for by that name."""
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    seed: int = 0
+    With --job-name this process is one parameter server or worker of those that are started by hand.
+    """
+    if flags.is_by_hand:
+        from shoal.bench.processes.by_hand import by_hand_plan
 
-    def servers_of(self, strategy: str) -> int:
-        """How many processes there are beside the workers of a strategy."""
-        return self.num_servers if needs_servers(strategy) else 0
+        return by_hand_plan(flags, hosts, run, typed)
+    from shoal.bench.tables.training import summarize_training, training_items
 
-    def __post_init__(self) -> None:
-        if self.num_servers < 1:
-            raise UsageError("Strategies with servers need one.", next_step="give --num-servers 1 or more.")
-        if min(self.num_workers, self.num_pairs, self.batch_size, self.num_warmup) < 1:
-            raise UsageError(
-                "Without workers, warm-up, pairs or examples nothing is measured.",
-                next_step="give 1 or more of each.",
-            )
-        if self.slow_rank is not None and not 0 <= self.slow_rank < self.num_workers:
-            raise UsageError(
-                f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
-                next_step=f"give --slow-worker RANK:FACTOR with a rank from 0 to {self.num_workers - 1}.",
-            )
+    config = training_config(flags, hosts, run)
+    return BenchmarkPlan(
+        config, run, summarize_training, training_items, where=hosts.starter(config.num_workers)
+    )
 
 
 def training_config(flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> TrainingConfig:
     """Make of the flags what is measured; UsageError where they contradict each other."""
-    num_workers = hosts.num_workers(flags.num_workers, default=2)
+    usual = _SHORT if run.short else _USUAL
+    num_workers = hosts.num_workers(flags.num_workers, default=usual.num_workers)
     device = workers_device(flags.device, hosts, num_workers, no_cuda=flags.no_cuda)
     chosen = _chosen(flags)
     return msgspec.structs.replace(
@@ -246,8 +277,8 @@ def training_config(flags: TrainingFlags, hosts: HostFlags, run: RunFlags) -> Tr
         num_workers=num_workers,
         workers_per_machine=flags.workers_per_machine,
         num_servers=servers_of(flags.num_servers, chosen),
-        num_pairs=flags.pairs or (3 if run.short else 10),
-        block_s=flags.block_seconds or (0.3 if run.short else 1.0),
+        num_pairs=flags.pairs or usual.num_pairs,
+        block_s=flags.block_seconds or usual.block_s,
         iterations=one_of(
             {"--iterations": flags.iterations, "--num-batches-per-iter": flags.num_batches_per_iter}
         ),
@@ -272,7 +303,7 @@ def trained_config(
         sequence_length=entry.num_tokens,
         device=device,
         batch_size=flags.batch_size or usual_batch_size or entry.batch_size,
-        num_warmup=flags.num_warmup or DEFAULT_WARMUP,
+        num_warmup=flags.num_warmup or _USUAL.num_warmup,
         seed=seed,
     )
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, measured
 from shoal.bench.virtual import run_world
 from shoal.bench.workers import Parent, child
 from shoal.core import SYSTEM_CLOCK, Address, Deadline, LoopThread, Peer, fanout
@@ -42,10 +42,10 @@ _MAIN_IN_FLIGHT = 4
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long and how often to measure; the rest is fixed, so that reports stay comparable."""
+    """How long and how often to measure; what has no flag is fixed, so that reports stay comparable."""
 
-    repeats: int = 5
-    """Measured blocks of each kind, after one block to warm up."""
+    repeats: Annotated[int, flag("Measured blocks of each kind in a start.", ge=1)] = 5
+    """After one block to warm up."""
     block_s: float = 0.5
     num_latency_calls: int = 2000
     """Calls, one after another, of which the latency is kept."""
@@ -59,17 +59,22 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 SHORT = TransportConfig(repeats=2, block_s=0.25, num_latency_calls=500, virtual_peers=50)
 
 
-class TransportFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `shoal bench transport`."""
-
-    repeats: Annotated[int | None, flag("Measured blocks of each kind in a start.", ge=1, shown=False)] = None
-
-
 class TransportRunFlags(RunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark, with as many starts as a comparison needs."""
 
     starts: Annotated[int, flag("Independent process starts; 5 or more to compare.")] = MIN_STARTS
     short: Annotated[bool, flag("Quickly, and one start unless told otherwise.")] = False
+
+
+def transport_command(
+    config: TransportConfig, run: TransportRunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan:
+    """Echoes between two processes, by streams, TLS and sealed datagrams, beside bare sockets."""
+    if run.short:
+        config = msgspec.structs.replace(SHORT, repeats=config.repeats) if "repeats" in typed else SHORT
+    starts = 1 if run.short and "starts" not in typed else run.starts
+    run = msgspec.structs.replace(run, starts=starts)
+    return BenchmarkPlan(config, run, summarize_transport)
 
 
 def serve_echo(arguments: dict[str, Any], parent: Parent) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, Tell, WholeRunFlags, measured
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.run_options import flag
 from shoal.core.virtual import run_virtual
@@ -79,10 +79,16 @@ class VirtualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Annotated[Literal["datagram", "stream"], flag("How they call.")] = "datagram"
 
 
-class VirtualRunFlags(RunFlags, frozen=True, kw_only=True):
+class VirtualRunFlags(WholeRunFlags, frozen=True, kw_only=True):
     """The flags of every benchmark; each start is a world."""
 
     starts: Annotated[int, flag("Worlds, each in a process of its own.")] = 1
+
+
+def virtual_command(config: VirtualConfig, run: VirtualRunFlags) -> BenchmarkPlan:
+    """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
+    Profile.load(config.profile)  # complains before anything is started
+    return BenchmarkPlan(config, run, summarize_virtual)
 
 
 class VirtualScenario:

@@ -59,7 +59,7 @@ class DhtCounters(msgspec.Struct, frozen=True):
         )
 
 
-@with_flags()
+@with_flags
 def dht(
     listen: Annotated[
         str | None,

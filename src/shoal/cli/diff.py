@@ -23,7 +23,7 @@ from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import diff_items, unpaired_lines
 
 
-@with_flags()
+@with_flags
 def diff(
     baseline: Annotated[Path, typer.Argument(help="The report to compare with.", show_default=False)],
     test: Annotated[Path, typer.Argument(help="The report of the change.", show_default=False)],

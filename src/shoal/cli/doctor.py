@@ -32,7 +32,7 @@ _MAX_LINES = 1000  # the latest about callers, each of which is told once
 DEFAULT_PROFILE = Path("recorded.toml")
 
 
-@with_flags()
+@with_flags
 def doctor(
     context: typer.Context,
     peers: Annotated[

@@ -5,7 +5,7 @@
         sizes: Annotated[tuple[int, ...], flag("Of a tensor.", metavar="N,...")] = (1, 2)
 
     @app.command()
-    @with_flags()
+    @with_flags
     def serve(context: typer.Context, flags: ServerFlags) -> None: ...
 
 A field without a description has no flag, and keeps its default. A tuple is typed as text with commas, a list
@@ -30,23 +30,18 @@ Command = Callable[..., None]
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def with_flags(*leave_out: str) -> Callable[[Command], Command]:
+def with_flags(command: Command) -> Command:
     """Give a command the flags of each struct among its parameters, in the place of that parameter.
 
-    Fields that are named here have no flag, and keep their default. A parameter that is annotated with `flag`
-    itself is a flag too.
+    A parameter that is annotated with `flag` itself is a flag too.
     """
-    return functools.partial(_with_flags, leave_out=leave_out)
-
-
-def _with_flags(command: Command, leave_out: tuple[str, ...]) -> Command:
     parameters: list[inspect.Parameter] = []
     structs: dict[str, type[msgspec.Struct]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind = parameter.annotation
         if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
             structs[parameter.name] = kind
-            parameters += [each for each in flags_of(kind) if each.name not in leave_out]
+            parameters += flags_of(kind)
         else:
             option = describe_option(parameter.name, kind, parameter.default)
             parameters.append(parameter if option.flag is None else parameter_of(option, option.flag))

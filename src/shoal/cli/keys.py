@@ -14,12 +14,14 @@ import typer
 
 from shoal.cli.flags import with_flags
 from shoal.cli.output import text_stream, write_encoded
+from shoal.cli.program import Verbs
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
 from shoal.core.run_options import flag
 from shoal.report.tables import emit, tell_result
 
 app = typer.Typer(
+    cls=Verbs,
     help="Show or make this user's identity, and make secrets for swarms.",
     no_args_is_help=True,
     add_completion=False,
@@ -35,7 +37,7 @@ IdentityFile = Annotated[
 
 
 @app.command()
-@with_flags()
+@with_flags
 def show(file: IdentityFile = None, json_file: JsonFile = None) -> None:
     """Print the peer id, and where the key lies.
 
@@ -48,7 +50,7 @@ def show(file: IdentityFile = None, json_file: JsonFile = None) -> None:
 
 
 @app.command()
-@with_flags()
+@with_flags
 def new(
     file: IdentityFile = None,
     replace: Annotated[
@@ -78,7 +80,7 @@ def new(
 
 
 @app.command()
-@with_flags()
+@with_flags
 def secret(
     file: Annotated[
         Path | None,

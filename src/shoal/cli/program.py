@@ -59,6 +59,46 @@ class Verbs(TyperGroup):
         return str(command.get_short_help_str(_WHOLE))
 
 
+class LazyVerbs(Verbs):
+    """Commands that are imported when they are asked for; `make` gives one by its name."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def make(name: str) -> Any:
+        """Import a command, and make what typer runs; that takes longer than many of them do."""
+        raise NotImplementedError
+
+    @property
+    def commands(self) -> Any:
+        """All of them, by name, which imports them."""
+        return {name: self.make(name) for name in self.names}
+
+    @commands.setter
+    def commands(self, _: Any) -> None:
+        """Ignore those that typer knows of, which are none."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return list(self.names)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Make the command of that name; None where there is none."""
+        return self.make(cmd_name) if cmd_name in self.names else None
+
+
+def command_of(name: str, found: Any, **settings: Any) -> Any:
+    """Make what typer runs of a function, or of a group of commands."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    settings = {"context_settings": CONTEXT, **settings}
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name, **settings)
+        group: Any = typer.main.get_command(alone)
+        return group.commands[name]
+    alone.command(name, **settings)(found)
+    return typer.main.get_command(alone)
+
+
 class Verb(NamedTuple):
     """Where a verb stands, and the line that `shoal --help` has of it."""
 
@@ -66,6 +106,8 @@ class Verb(NamedTuple):
     """As `module:name` in this room."""
     short_help: str
     settings: dict[str, Any] | None = None
+    is_made: bool = False
+    """Whether what stands there makes the verb of a name."""
 
 
 _RUN = {
@@ -75,7 +117,9 @@ _RUN = {
     "code of the worker that failed.",
 }
 VERBS = {
-    "compare": Verb("compare:compare", "Compare strategies at one task in one simulated world."),
+    "compare": Verb(
+        "bench:function_of", "Compare strategies at one task in one simulated world.", is_made=True
+    ),
     "diff": Verb("diff:diff", "Compare two reports row by row; negative is worse."),
     "report": Verb("report:report", "Write reports as one HTML page."),
     "doctor": Verb("doctor:doctor", "Check this machine, its network, and the way to a swarm."),
@@ -91,9 +135,10 @@ VERBS = {
 }
 
 
-class ShoalVerbs(Verbs):
-    """The verbs of `shoal`, by what they are for; each is imported when it is asked for."""
+class ShoalVerbs(LazyVerbs):
+    """The verbs of `shoal`, by what they are for."""
 
+    names = tuple(VERBS)
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "scale"),
         "Swarm": ("swarm", "dht", "serve", "status", "keys"),
@@ -101,42 +146,20 @@ class ShoalVerbs(Verbs):
         "Look": ("top", "diff", "report"),
     }
 
-    @property
-    def commands(self) -> Any:
-        """All of them, by name, which imports them."""
-        return {name: _command_of(name) for name in VERBS}
-
-    @commands.setter
-    def commands(self, _: Any) -> None:
-        """Ignore those that typer knows of, which are none."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs."""
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Make the command of a verb; None where there is none of that name."""
-        return _command_of(cmd_name) if cmd_name in VERBS else None
-
     def short_help_of(self, ctx: Any, name: str) -> str:
         """Return the line that help has of a verb, without importing it."""
         return VERBS[name].short_help
 
-
-@functools.cache
-def _command_of(name: str) -> Any:
-    """Import a verb, and make its command; that takes longer than many of them do."""
-    verb = VERBS[name]
-    module, _, attribute = verb.place.partition(":")
-    found = getattr(import_module(f"shoal.cli.{module}"), attribute)
-    settings = {"short_help": verb.short_help, "context_settings": CONTEXT, **(verb.settings or {})}
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, name=name, cls=Verbs, **settings)
-        group: Any = typer.main.get_command(alone)
-        return group.commands[name]
-    alone.command(name, **settings)(found)
-    return typer.main.get_command(alone)
+    @staticmethod
+    @functools.cache
+    def make(name: str) -> Any:
+        """Import a verb, and make its command."""
+        verb = VERBS[name]
+        module, _, attribute = verb.place.partition(":")
+        found = getattr(import_module(f"shoal.cli.{module}"), attribute)
+        if verb.is_made:
+            found = found(name)
+        return command_of(name, found, short_help=verb.short_help, **(verb.settings or {}))
 
 
 app = typer.Typer(

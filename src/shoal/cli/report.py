@@ -18,7 +18,7 @@ from shoal.report.tables import emit, show, tell_result
 from shoal.report.views import report_items
 
 
-@with_flags()
+@with_flags
 def report(
     files: Annotated[list[Path], typer.Argument(help="Reports to show side by side.", show_default=False)],
     output: Annotated[

@@ -75,7 +75,7 @@ def _with_strategy_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_parameters(verb, own)
 
 
-@with_flags()
+@with_flags
 @_with_strategy_flags
 def run(
     program: Annotated[

@@ -35,7 +35,7 @@ _MAX_VERSION = 20  # characters of what a peer says
 _CLOCK_GAP_S = 3.0
 
 
-@with_flags()
+@with_flags
 def status(
     join: Annotated[
         list[str],

@@ -27,7 +27,7 @@ from shoal.cli.members import (
     passing_identity,
 )
 from shoal.cli.output import ends_by_signal, say, text_stream
-from shoal.cli.top_view import MetricLines, Shot, View, serve
+from shoal.cli.top_view import MetricLines, Shot, View, serve, watch
 from shoal.core import SYSTEM_CLOCK, Address, Deadline
 from shoal.core.errors import PeerUnreachable, ShoalError, UsageError
 from shoal.core.identity import Identity
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _MAX_NOTE, _MAX_CELL = 200, 40
 _AVERAGED_AS_SENT = ("fp16", "bf16", "int8", "int4", "top-k", "sparse-2bit")
 """Codecs that averages travel by, too."""
-_CLEAR = "\033[H\033[2J"
 _TAKE_S = 600.0
 _COLUMNS = (
     Column("member", "left"),
@@ -62,7 +61,7 @@ _COLUMNS = (
 )
 
 
-@with_flags()
+@with_flags
 def swarm(
     join: Annotated[
         list[str],
@@ -126,25 +125,20 @@ def swarm(
             source.own = lent
             say(f"This peer averages for the run {run!r} as {peer.address}. Ctrl-C ends it.")
         if web:
-            serve(source, address, every_s, SYSTEM_CLOCK, _tell_page)
-            return
-        source.look()
-        while not once and (out.isatty() or lend or checkpoint is not None):
-            if out.isatty():
-                out.write(_CLEAR)
-                show_run(run, source.answers, out)
-            time.sleep(every_s)
-            source.look()
+            serve(source, address, every_s, SYSTEM_CLOCK)
+        else:
+            last = source.look()
+            if out.isatty() and not once:
+                watch(source, last, every_s, ends_when_empty=False)
+            while not out.isatty() and not once and (lend or checkpoint is not None):
+                time.sleep(every_s)
+                source.look()
     show_run(run, source.answers, out)
     found = members_in(source.answers)
     saved = {} if source.saver is None else {"saved_step": source.saver.step}
     tell_result({**run_result(run, found), **saved}, out)
     if not found or (source.saver is not None and source.saver.problem):
         raise typer.Exit(1)
-
-
-def _tell_page(at: Address) -> None:
-    say(f"http://{at}/ shows it, /metrics is for Prometheus, /status.json for programs. Ctrl-C ends it.")
 
 
 class RunSource:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,19 +29,18 @@ from shoal.cli.members import (
     member_of,
     passing_identity,
 )
-from shoal.cli.output import JsonFile, ends_by_signal, say, text_stream, write_json
-from shoal.cli.top_view import Matrix, Shot, ShotSource, View, job_metrics
+from shoal.cli.output import JsonFile, ends_by_signal, text_stream, write_json
+from shoal.cli.top_view import Matrix, Shot, ShotSource, View, job_metrics, serve, terminal_items, watch
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError
 from shoal.core.board import VARIABLE, Sighting, folders_to_read, look
 from shoal.core.errors import ShoalError
 from shoal.core.ids import Address
 from shoal.core.run_options import flag
-from shoal.core.untrusted import visible
-from shoal.report.tables import Column, Line, Table, lines_of, show, tell_result, wrap
+from shoal.report.tables import Column, Table, show, tell_result
 from shoal.report.units import counted, digits, percent, scale_for
 
 
-@with_flags()
+@with_flags
 def top(
     run: Annotated[
         str | None,
@@ -97,13 +94,14 @@ def top(
     last: Shot | None = None
     with _source(run, starts, (secret_file, identity_file), limit) as source, ends_by_signal():
         if web:
-            _serve(source, address, interval)
+            with contextlib.suppress(KeyboardInterrupt):
+                serve(source, address, interval, SYSTEM_CLOCK)
             return
         last = _look(source, run)
         if is_live:
-            last = _watch(source, last, interval)
+            last = watch(source, last, interval)
     out = text_stream(json_file)
-    show(_items(last.terminal), out)
+    show(terminal_items(last.terminal), out)
     write_json({**last.document, "result": last.result}, json_file)
     tell_result(last.result, out)
 
@@ -140,58 +138,6 @@ def _look(source: ShotSource, run: str | None) -> Shot:
             "shoal top --join HOST:PORT shows the peers of a swarm.",
         )
     return shot
-
-
-def _watch(source: ShotSource, last: Shot, interval_s: float) -> Shot:
-    """Until interrupted, or until there is nothing left to see; the last shot."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(console=Console(), screen=True, auto_refresh=False, vertical_overflow="crop") as live,
-    ):
-        error = ""
-        while True:
-            lines = [*_lines(last), (visible(error), "red")]
-            whole = Text("\n").join(Text(line, style=style, no_wrap=True) for line, style in lines)
-            live.update(whole, refresh=True)
-            time.sleep(interval_s)
-            try:
-                now, error = source.look(), ""
-            except ShoalError as failure:
-                error = failure.what
-                continue
-            if now.is_empty:
-                break
-            last = now
-    return last
-
-
-def _serve(source: ShotSource, address: Address | None, interval_s: float) -> None:
-    from shoal.cli.top_view import serve
-
-    def tell(at: Address) -> None:
-        say(f"http://{at}/ shows it, /metrics is for Prometheus, /status.json for programs.")
-        say("Ctrl-C ends it.")
-
-    with contextlib.suppress(KeyboardInterrupt):
-        serve(source, address, interval_s, SYSTEM_CLOCK, tell)
-
-
-def _items(view: View) -> list[Table | Line | str]:
-    return [
-        line for item in view.items() for line in (wrap(item, _width()) if isinstance(item, str) else [item])
-    ]
-
-
-def _lines(shot: Shot) -> list[Line]:
-    return [*lines_of(_items(shot.terminal), _width(), "─"), ("", ""), ("Ctrl-C ends it.", "dim")]
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((80, 24)).columns
 
 
 # --- jobs ---

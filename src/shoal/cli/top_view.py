@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from shoal.cli.output import say
 from shoal.core import Address, Clock, LoopThread, ShoalError, UsageError
 from shoal.core.board import Sighting
-from shoal.report.tables import Line, Table
+from shoal.core.untrusted import visible
+from shoal.report.tables import Line, Table, lines_of, wrap
 
 if TYPE_CHECKING:
     from shoal.dht.crawl import Crawl, Visited
@@ -98,6 +102,52 @@ class ShotSource(Protocol):
 
     def look(self) -> Shot:
         """See what there is now; may take a while."""
+
+
+# --- on a terminal: the newest shot, until Ctrl-C ---
+
+
+def watch(source: ShotSource, last: Shot, interval_s: float, *, ends_when_empty: bool = True) -> Shot:
+    """Show one shot after the other until interrupted, or until there is nothing to see; the last shot."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=Console(), screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        error = ""
+        while True:
+            lines = [*live_lines(last), (visible(error), "red")]
+            whole = Text("\n").join(Text(line, style=style, no_wrap=True) for line, style in lines)
+            live.update(whole, refresh=True)
+            time.sleep(interval_s)
+            try:
+                now, error = source.look(), ""
+            except ShoalError as failure:
+                error = failure.what
+                continue
+            if now.is_empty and ends_when_empty:
+                break
+            last = now
+    return last
+
+
+def terminal_items(view: View) -> list[Table | Line | str]:
+    """What the terminal shows of a view, as wide as it is."""
+    return [
+        line for item in view.items() for line in (wrap(item, _width()) if isinstance(item, str) else [item])
+    ]
+
+
+def live_lines(shot: Shot) -> list[Line]:
+    """The same as lines, with how to end it below."""
+    return [*lines_of(terminal_items(shot.terminal), _width(), "─"), ("", ""), ("Ctrl-C ends it.", "dim")]
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 # --- Prometheus: its text format, version 0.0.4 ---
@@ -311,7 +361,19 @@ class LivePages:
         return self._clock.now_s() - self._looked_s
 
 
-def serve(source: ShotSource, listen: Address | None, interval_s: float, clock: Clock, tell: Tell) -> None:
+def tell_page(at: Address) -> None:
+    """Print where the page is."""
+    say(f"http://{at}/ shows it, /metrics is for Prometheus, /status.json for programs.")
+    say("Ctrl-C ends it.")
+
+
+def serve(
+    source: ShotSource,
+    listen: Address | None,
+    interval_s: float,
+    clock: Clock,
+    tell: Callable[[Address], None] = tell_page,
+) -> None:
     """Look and serve until interrupted; without an address on the usual one, or a free one beside it."""
     stage = LivePages(clock)
     with LoopThread("shoal-top") as loop:
@@ -326,9 +388,6 @@ def serve(source: ShotSource, listen: Address | None, interval_s: float, clock: 
                 time.sleep(interval_s)
         finally:
             loop.run(server.__aexit__(None, None, None))
-
-
-Tell = Callable[[Address], None]
 
 
 def _opened(loop: LoopThread, site: Site, listen: Address | None) -> PageServer:

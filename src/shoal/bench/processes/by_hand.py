@@ -7,6 +7,7 @@ They meet at the first server's address; the other ports are not used.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import statistics
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shoal.bench.contenders import Spread, Trainee, device_of, options_of, tokens_of
-from shoal.bench.frame import Receive, RowKey, RunFlags, Version, measured
+from shoal.bench.frame import BenchmarkPlan, Receive, RowKey, RunFlags, Version, measured
 from shoal.bench.ranks import HostFlags
 from shoal.bench.training import (
     ITERATION,
@@ -30,8 +31,9 @@ from shoal.bench.training import (
 )
 from shoal.core import Address, BenchmarkError, PeerLost, UsageError
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
-from shoal.report import Report
+from shoal.report import DEFAULT_FOLDER, Report, default_path
 from shoal.report.schema import rows_of, with_failed
+from shoal.report.tables import emit, tell_result
 from shoal.report.views import Items
 from shoal.strategies.registry import canonical
 
@@ -88,6 +90,27 @@ class Role(msgspec.Struct, frozen=True):
             "MASTER_ADDR": self.meeting.host,
             "MASTER_PORT": str(self.meeting.port),
         }
+
+
+def by_hand_plan(
+    flags: TrainingFlags, hosts: HostFlags, run: RunFlags, typed: Mapping[str, str]
+) -> BenchmarkPlan | None:
+    """Be a parameter server until all workers have left, or say what a worker measures for its report."""
+    role = role_of(flags, hosts)
+    config = by_hand_config(role, flags, hosts, run, typed)
+
+    def say(text: str) -> None:
+        emit(text, run.out)
+        run.out.flush()
+
+    if role.is_server:
+        tell_result(serve_by_hand(role, config, say), run.out)
+        return None
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # workers that share a folder end at the same time: each has a name of its own
+    report = run.report or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
+    run = msgspec.structs.replace(run, starts=1, against=None, report=report)
+    return BenchmarkPlan(config, run, summarize_worker, worker_items, where=WorkerByHand(role, say))
 
 
 def role_of(flags: TrainingFlags, hosts: HostFlags) -> Role:
