@@ -51,8 +51,6 @@ from shoal.group.host.memory import (
     WakePipes,
 )
 from shoal.group.kernels import OPS
-from shoal.group.operations import TrafficCounter
-from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
@@ -140,6 +138,7 @@ class ProgressEngine:
         """Other work that can make progress whenever this does."""
         self.rank = rank
         self.size = size
+        self._everybody = tuple(range(size))
         self._others = [other for other in range(size) if other != rank]
         self.control = control
         self._counters = control.counters
@@ -348,10 +347,10 @@ class ProgressEngine:
                 next_step="start again with a larger --patience.",
             )
 
-    def members(self) -> list[int]:
+    def members(self) -> Sequence[int]:
         """Lists who takes part in the next operation."""
         if self.control.is_complete():
-            return list(range(self.size))
+            return self._everybody
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
@@ -606,36 +605,6 @@ class ProgressEngine:
                 self.pipes.sleep(_NAP_S)
         finally:
             self.control.set(ASLEEP, 0)
-
-
-class HostTrafficCounter(TrafficCounter):
-    """Counts the bytes of a worker in a group of one machine, as a network would have carried them."""
-
-    def __init__(self, engine: ProgressEngine) -> None:
-        super().__init__(engine.rank, engine.size)
-        self._engine = engine
-        self._is_complete = engine.control.is_complete
-
-    def exchange(self, size_bytes: int, weights: Weights) -> None:
-        """Counts what goes to and comes from those that the weights name and that are there."""
-        sources: Iterable[int] = weights.sources
-        destinations = sources if weights.destinations is None else weights.destinations
-        if not self._is_complete():
-            members = self._engine.members()
-            destinations = [rank for rank in destinations if rank in members]
-            sources = [rank for rank in sources if rank in members]
-        for rank in destinations:
-            self.sent_to[rank] += size_bytes
-        for rank in sources:
-            self.received_from[rank] += size_bytes
-
-    def write(self, size_bytes: int, to: int) -> None:
-        """Counts a write into a window of `to`, if it is there."""
-        if to != self._rank and (self._is_complete() or to in self._engine.members()):
-            self.sent_to[to] += size_bytes
-
-    def _members(self) -> Sequence[int]:
-        return range(self._size) if self._is_complete() else self._engine.members()
 
 
 def _describe(words: Sequence[int]) -> str:

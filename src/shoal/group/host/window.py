@@ -50,7 +50,7 @@ from shoal.group.base import (
 )
 from shoal.group.functions import share
 from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
-from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
+from shoal.group.host.engine import ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
     DEVICE_PUBLISHED,
@@ -64,6 +64,7 @@ from shoal.group.host.memory import (
     code_of,
 )
 from shoal.group.kernels import MAX_NOTE_BYTES, check_write, copy_out, write_first, write_more
+from shoal.group.operations import TrafficCounter
 
 _PUBLICATION_LOCKS = 1 << 61
 """Where the locks of publications begin; those of slots lie at the slot's own place in memory."""
@@ -509,7 +510,7 @@ class WindowSet:
 
     engine: ProgressEngine
     arena: Arena
-    counter: HostTrafficCounter
+    counter: TrafficCounter
     devices: DeviceMemory
 
     def __post_init__(self) -> None:
