@@ -66,7 +66,7 @@ def test_the_groups_timeout_counts_without_a_deadline():
 
 
 def test_a_long_wait_says_for_whom(monkeypatch, caplog):
-    monkeypatch.setattr("shoal.group.host.engine._LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("shoal.group.base.LINE_EVERY_S", 0.01)
     with open_hosts(2) as (first, _), caplog.at_level(logging.WARNING):
         with pytest.raises(DeadlineExceeded):
             first.barrier().wait(Deadline.after(0.1))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +29,13 @@ from typing import Any, Generic, Literal, Self, TypeVar, get_args
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, UsageError
+from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded, PeerLost, UsageError
 from shoal.core.run_options import SILENCE_S, AllReduceChoice, EncryptChoice
 from shoal.report.timeline import Timeline
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 Reduction = Literal["sum", "mean", "min", "max"]
 
 
@@ -279,6 +281,45 @@ class Loss:
 WaitListener = Callable[[int | None], object]
 """Is told the rank that is waited for, or None where that is not known."""
 WAIT_HEARD_EVERY_S = 1.0
+LINE_EVERY_S = 10.0
+
+
+class WaitReport:
+    """What is said of a wait while it lasts: a line every ten seconds, and to `listeners` once a second.
+
+    `line` makes the line, of the seconds that this worker has waited. Without a deadline `timeout_s` counts.
+    """
+
+    def __init__(
+        self,
+        line: Callable[[float], str],
+        listeners: Sequence[WaitListener] = (),
+        deadline: Deadline | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._line = line
+        self._listeners = listeners
+        if deadline is None and timeout_s is not None:
+            deadline = Deadline.after(timeout_s)
+        self._deadline = deadline
+        self._began_s = SYSTEM_CLOCK.now_s()
+        self._next_line_s, self._next_call_s = LINE_EVERY_S, WAIT_HEARD_EVERY_S
+
+    def look(self, blocker: int | None = None) -> None:
+        """Says what is due, and to listeners who is waited for; DeadlineExceeded at the deadline."""
+        waited_s = SYSTEM_CLOCK.now_s() - self._began_s
+        if self._deadline is not None and self._deadline.is_past:
+            raise DeadlineExceeded(
+                f"{self._line(waited_s)}: the deadline has passed.",
+                next_step="see what that rank does, or give a longer --peer-timeout.",
+            )
+        if waited_s > self._next_call_s:
+            self._next_call_s += WAIT_HEARD_EVERY_S
+            for hear in self._listeners:
+                hear(blocker)
+        if waited_s > self._next_line_s:
+            self._next_line_s += LINE_EVERY_S
+            log.warning("%s", self._line(waited_s))
 
 
 class GroupStats(msgspec.Struct, frozen=True):

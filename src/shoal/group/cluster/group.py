@@ -37,7 +37,6 @@ from shoal.core import (
 )
 from shoal.core.processes import interface_of
 from shoal.group.base import (
-    WAIT_HEARD_EVERY_S,
     Group,
     GroupSettings,
     GroupStats,
@@ -46,6 +45,7 @@ from shoal.group.base import (
     Reduction,
     T,
     WaitListener,
+    WaitReport,
     Window,
     WindowForm,
     check_rank,
@@ -77,7 +77,6 @@ from shoal.topology import MachineWeights, Weights
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
 _NAP_S = 5e-3
-_LINE_EVERY_S = 10.0
 _LEAVING_S = 10.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -605,34 +604,22 @@ class _SoloWaiter:
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
     ) -> None:
-        """Spins briefly, then sleeps; a line every ten seconds says what for, and `whom` if that is known."""
-        if deadline is None and self._timeout_s is not None:
-            deadline = Deadline.after(self._timeout_s)
+        """Spins briefly, then sleeps; `whom` says who is waited for, if that is known."""
+
+        def line(waited_s: float) -> str:
+            name = whom()
+            return f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
+
         began_s = time.perf_counter()
-        next_line_s, next_call_s = _LINE_EVERY_S, WAIT_HEARD_EVERY_S
+        report = WaitReport(line, self.on_wait, deadline, self._timeout_s)
         while True:
             self._is_woken.clear()
             if is_done():
                 return
-            waited_s = time.perf_counter() - began_s
-            if waited_s < _SPIN_S:
+            if time.perf_counter() - began_s < _SPIN_S:
                 time.sleep(0)
                 continue
-            if waited_s > next_call_s:
-                next_call_s += WAIT_HEARD_EVERY_S
-                for hear in self.on_wait:
-                    hear(None)
-            is_late = deadline is not None and deadline.is_past
-            if is_late or waited_s > next_line_s:
-                name = whom()
-                line = f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
-                if is_late:
-                    raise DeadlineExceeded(
-                        f"{line}: the deadline has passed.",
-                        next_step="see what that rank does, or give a longer --peer-timeout.",
-                    )
-                log.warning("%s", line)
-                next_line_s += _LINE_EVERY_S
+            report.look()
             self._is_woken.wait(_NAP_S)
 
     def wake(self) -> None:

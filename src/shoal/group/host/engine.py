@@ -20,13 +20,14 @@ from functools import partial
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError
+from shoal.core import Deadline, PeerLost, ShoalError
 from shoal.group.base import (
-    WAIT_HEARD_EVERY_S,
+    LINE_EVERY_S,
     GroupSettings,
     Handle,
     T,
     WaitListener,
+    WaitReport,
     forked,
     has_left,
     mismatch,
@@ -57,7 +58,6 @@ _SPIN_S = 5e-4
 _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
 _DEVICE_BUSY_S, _DEVICE_SPIN_S, _DEVICE_NAP_S = 3e-3, 0.1, 2e-5
 _NAP_S = 5e-3  # a wake-up that came just before the nap is missed for this long
-_LINE_EVERY_S = 10.0
 _give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 Span = tuple[int, int]
@@ -302,33 +302,24 @@ class ProgressEngine:
         """
         began_s = time.perf_counter()
         self.blocker = None
-        if deadline is None and self._settings.timeout_s is not None:
-            deadline = Deadline.after(self._settings.timeout_s)
-        next_line_s, next_call_s = began_s + _LINE_EVERY_S, began_s + WAIT_HEARD_EVERY_S
+
+        def line(waited_s: float) -> str:
+            return self._waiting_line(what, waited_s, self.blocker, "" if whom is None else whom())
+
+        report = WaitReport(line, self.on_wait, deadline, self._settings.timeout_s)
         try:
             while True:
                 self.progress()
                 if is_done():
                     return
-                now_s = time.perf_counter()
+                waited_s = time.perf_counter() - began_s
                 # a nap on a GPU's behalf takes 0.08 ms however short it is, a step often 1 ms
-                if now_s - began_s < (self._device_busy_s if self.is_on_device else self._spin_s):
+                if waited_s < (self._device_busy_s if self.is_on_device else self._spin_s):
                     _give_way()
                     continue
                 self.check_own_verdict()
-                if deadline is not None and deadline.is_past:
-                    raise DeadlineExceeded(
-                        f"{self._waiting_line(what, now_s - began_s, whom)}: the deadline has passed.",
-                        next_step="see what that rank does, or give a longer --peer-timeout.",
-                    )
-                if now_s > next_call_s:
-                    next_call_s += WAIT_HEARD_EVERY_S
-                    for hear in self.on_wait:
-                        hear(self.blocker)
-                if now_s > next_line_s:
-                    next_line_s += _LINE_EVERY_S
-                    log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
-                if self.is_on_device and now_s - began_s < _DEVICE_SPIN_S:
+                report.look(self.blocker)
+                if self.is_on_device and waited_s < _DEVICE_SPIN_S:
                     time.sleep(_DEVICE_NAP_S)  # a GPU wakes nobody
                 else:
                     self._nap(is_done)
@@ -451,7 +442,7 @@ class ProgressEngine:
         The processor says nothing then: it may be inside a call that waits for the GPU.
         """
         now_s = time.monotonic()
-        if not self._unchecked or now_s - max(self._led_s, self._led_line_s) < _LINE_EVERY_S:
+        if not self._unchecked or now_s - max(self._led_s, self._led_line_s) < LINE_EVERY_S:
             return
         with contextlib.suppress(IndexError):  # the caller's thread has just looked, too
             task, early = self._unchecked[0]
@@ -459,7 +450,7 @@ class ProgressEngine:
             if late:
                 self._led_line_s = now_s
                 what = KINDS[task.words[0]]
-                log.warning("%s", self._waiting_line(what, now_s - self._led_s, None, late[0]))
+                log.warning("%s", self._waiting_line(what, now_s - self._led_s, late[0]))
 
     def _count_wait(self, waited_s: float) -> None:
         if self.blocker is not None:
@@ -583,11 +574,9 @@ class ProgressEngine:
         if self._counters[self.rank][LEFT] != NOT_YET:
             raise has_left(self.name_of(self.rank))
 
-    def _waiting_line(
-        self, what: str, waited_s: float, whom: Callable[[], str] | None, who: int | None = None
-    ) -> str:
-        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker if who is None else who
-        outside = whom() if whom is not None else ""
+    def _waiting_line(self, what: str, waited_s: float, who: int | None, outside: str = "") -> str:
+        """Says for whom this worker waits: a rank of this machine, or what `outside` says."""
+        line = f"rank {self.name_of(self.rank)}: {what}"
         if outside:
             return f"{line}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
