@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import enum
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, Self, TypeVar, get_args
 
 import msgspec
 import torch
@@ -67,6 +68,52 @@ class Done(Handle[T]):
     def is_done(self) -> bool:
         """Is true from the beginning."""
         return True
+
+
+class Pending(enum.Enum):
+    """The type of `PENDING`, which an attempt gives that has no result yet."""
+
+    PENDING = enum.auto()
+
+
+PENDING: Final = Pending.PENDING
+
+
+class PolledHandle(Handle[T]):
+    """An operation that is tried again whenever somebody looks, until it has a result or an error.
+
+    `attempt` gives the result, or PENDING, and never blocks; what it raises is the operation's error.
+    """
+
+    def __init__(self, attempt: Callable[[], T | Pending]) -> None:
+        self._attempt = attempt
+        self._result: T | Pending = PENDING
+        self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a result or an error."""
+        return self._result is not PENDING or self.error is not None
+
+    def try_again(self) -> bool:
+        """Makes one more attempt, unless it is over; tells whether it is."""
+        if not self.is_over:
+            try:
+                self._result = self._attempt()
+            except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+                self.error = error
+        return self.is_over
+
+    def is_done(self) -> bool:
+        """Tells whether it is over, after one more attempt."""
+        return self.try_again()
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result, or raises the error, of an operation that is over."""
+        if self.error is not None:
+            raise self.error
+        assert self._result is not PENDING, "an operation that is not over"
+        return self._result
 
 
 class Snapshot(abc.ABC):

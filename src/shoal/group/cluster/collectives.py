@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 
 from shoal.core import PeerLost, ShoalError, UsageError
-from shoal.group.base import Done, Handle, Reduction, absent_root, mismatch
+from shoal.group.base import PENDING, Done, Handle, Reduction, absent_root, mismatch
 from shoal.group.cluster.links import MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
-    PENDING,
     SMALL_BYTES,
     Algorithm,
     AlgorithmChoice,

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, ShoalError, UsageError
-from shoal.group.base import Done, Handle, Loss, Reduction, mismatch
+from shoal.core import PeerLost, ShoalError, UsageError
+from shoal.group.base import PENDING, Done, Handle, Loss, PolledHandle, Reduction, mismatch
 from shoal.group.cluster.links import MeshHandle, flat_bytes, view_of
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, poll_until
@@ -47,8 +47,6 @@ FREE: Handle[None] = Done(None)
 Steps = Generator[Handle[Any], Any, Any]
 ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
-PENDING = object()
-"""Stands for a result that is not there yet."""
 Algorithm = Literal["ring", "direct"]
 Attempt = frozenset[int]
 """An operation between machines where losses are outlived, named after the ranks that were lost before."""
@@ -68,32 +66,12 @@ _NUM_TRIALS = 4
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class PendingStep(Handle[Any]):
-    """Something that an operation waits for: `look` gives its result, or PENDING, or raises its error.
-
-    `awaited` names the rank that has not come, where it is known.
-    """
+class PendingStep(PolledHandle[Any]):
+    """Something that an operation waits for; `awaited` names the rank that has not come, if it is known."""
 
     def __init__(self, look: Callable[[], Any], awaited: Callable[[], int | None] = lambda: None) -> None:
-        self._look = look
-        self._result: Any = PENDING
-        self._error: Exception | None = None
+        super().__init__(look)
         self.awaited = awaited
-
-    def is_done(self) -> bool:
-        """Looks whether there is a result, or an error; not again when there is."""
-        if self._result is PENDING and self._error is None:
-            try:
-                self._result = self._look()
-            except Exception as error:  # noqa: BLE001 - the operation gets it
-                self._error = error
-        return self._result is not PENDING or self._error is not None
-
-    def wait(self, deadline: Deadline | None = None) -> Any:
-        """Gives the result, or raises the error, of a step that is done."""
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def until(is_so: Callable[[], bool]) -> PendingStep:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.core import PeerLost, UsageError
-from shoal.group.base import Group, Reduction
-from shoal.group.cluster.machine_exchange import FREE, PENDING, PendingStep, Steps
+from shoal.group.base import PENDING, Group, Reduction
+from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.functions import share
 from shoal.group.host.engine import put_back
