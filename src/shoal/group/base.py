@@ -642,9 +642,11 @@ class GroupSettings(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.patience > 0:
-            raise UsageError(f"A patience of {self.patience} waits for nobody.", next_step="give 1 or more.")
+            raise UsageError(f"patience={self.patience} is not above 0.", next_step="give 1 or more.")
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"A timeout of {self.timeout_s} s is none.", next_step="leave it out.")
+            raise UsageError(
+                f"timeout_s={self.timeout_s} is not above 0.", next_step="leave it out, to wait without end."
+            )
         for name, kind in (("encrypt", EncryptChoice), ("all_reduce", AllReduceChoice)):
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:

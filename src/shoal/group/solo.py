@@ -343,6 +343,7 @@ class _WaitForOneself(PolledHandle[T]):
     def wait(self, deadline: Deadline | None = None) -> T:
         if not self.is_done():
             raise DeadlineExceeded(
-                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
+                f"{self._what}: this worker waits for itself, and nobody else can make it possible.",
+                next_step="first do what it waits for, then wait.",
             )
         return super().wait()

@@ -474,7 +474,7 @@ class Handshake:
                 tls = self._membership.client_tls().wrap_socket(connected)
                 connected = tls
                 if peer_id is not None and _id_of(tls) != peer_id:
-                    raise PeerRefused(f"{address} is another peer than the one that was told.")
+                    raise PeerRefused(f"The process at {address} is not rank {rank} of this run.")
                 key = secrets.token_bytes(KEY_BYTES)
                 tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
                 connected = _without_tls(tls)
@@ -484,7 +484,7 @@ class Handshake:
                 answer = read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
                 nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
                 if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, rank, nonces)):
-                    raise PeerRefused(f"{address} is not of this run.")
+                    raise PeerRefused(f"The process at {address} does not know the key of this run.")
                 connected.sendall(self._proof(b"caller", self.rank, rank, nonces))
             connected.settimeout(None)
         except BaseException:
@@ -679,7 +679,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Gives the bytes of a contiguous tensor of this machine's own memory; TensorError for any other."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise TensorError(
-            f"A tensor on {tensor.device} of strides {list(tensor.stride())} cannot travel as it is.",
+            f"Cannot send a tensor on {tensor.device} with strides {list(tensor.stride())} as it is.",
             next_step="give a contiguous tensor on the CPU.",
         )
     return tensor.detach().reshape(-1).view(torch.uint8)

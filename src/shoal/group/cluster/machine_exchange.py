@@ -530,7 +530,7 @@ class Handover:
                 self._keep(step, result)
                 return result
             self._awaited.pop(step, None)
-        raise UsageError("nobody is left to speak for this machine.")  # this worker is
+        raise UsageError("no worker of this machine is left to take part.")  # this worker is
 
     # --- between machines ---
 

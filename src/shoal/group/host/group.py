@@ -364,7 +364,7 @@ class HostGroup(Group):
         state, file, offset = next((answer for answer in answers if answer[0]), (_NOTHING, 0, 0))
         if state == _NO_ROOM:
             raise MemoryFull(
-                f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
+                f"No room for {self.size} times {region / 1e6:.1f} MB of shared memory.",
                 cause="/dev/shm and the temporary folder are full.",
                 next_step="free some space there, or point TMPDIR to a folder with more.",
             )

@@ -291,7 +291,7 @@ def _hand_over(worker: socket.socket, rank: int, met: MeetingWelcome, wait: _Wai
 
 def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> MeetingWelcome:
     late = DeadlineExceeded(
-        f"rank {request.rank} waited for the other workers in vain.",
+        f"rank {request.rank} has joined, and the other workers have not come in time.",
         next_step="see which rank has not called shoal.init().",
     )
     with contextlib.ExitStack() as received, _connect(address, request, wait) as host:
