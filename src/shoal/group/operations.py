@@ -253,10 +253,6 @@ def _forwarded(method: Method, row: Row | None = None, hook: str = "_issue") -> 
     return cast(Method, forward)
 
 
-_OPERATIONS = (
-    *("empty", "free", "all_reduce", "broadcast", "all_gather", "exchange", "settle", "barrier"),
-    *("progress", "leave", "close"),
-)
 _HOOKS = ("_issue", "_call", "_write", "_wait")
 
 
@@ -287,8 +283,8 @@ class GroupWrapper(Group):
                 setattr(self, name, getattr(inner, name))
         if not self._has_own("_issue") and not self._has_own("_call"):
             # nobody looks at operations here: to make a plan of each would be most of what they cost
-            for name in _OPERATIONS:
-                if not self._has_own(name):
+            for name, method in vars(GroupWrapper).items():
+                if hasattr(method, "__wrapped__") and not self._has_own(name):  # a forwarded one
                     setattr(self, name, getattr(inner, name))
 
     def _has_own(self, name: str) -> bool:
