@@ -383,7 +383,7 @@ def reduce_or_die(group):
     ("moment", "victim"), [(BEFORE_GREETING, 1), (AFTER_GREETING, 1), (BEFORE_SENDING, 3)]
 )
 def test_who_speaks_is_lost_in_the_middle(monkeypatch, moment, victim):
-    """Its mates, the other leaders and their mates all learn who it was, and are out of step."""
+    """Those it led, the other leaders and those these lead all learn who it was, and are out of step."""
     with open_cluster([[0], [1, 2], [3]]) as groups:
         failing_at(monkeypatch, moment, victim)
         for rank, error in enumerate(together(groups, reduce_or_die)):

@@ -80,7 +80,7 @@ class Collectives:
         self._local = local
         self._mesh = mesh
         self._members = members
-        self._mates = members.mates
+        self._ranks_here = members.ranks_here
         self._staging = staging
         self._torch = through_torch
         self._choice = choice
@@ -302,7 +302,7 @@ class Collectives:
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
-        if len(self._mates) > 1:
+        if len(self._ranks_here) > 1:
             inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
         yield FREE
         if inside is not None:
@@ -392,7 +392,7 @@ class Collectives:
         gathered = self._local.all_gather(_pack([(self._mesh.rank, mine)]))
         yield gathered
         inside = [part for blob in gathered.wait() for part in _unpack(blob)]
-        present = [self._mates.index(rank) for rank, _ in inside]
+        present = [self._ranks_here.index(rank) for rank, _ in inside]
         if self._local.should_survive:
 
             def work(between: MachineExchange) -> Steps:
@@ -488,7 +488,7 @@ class Collectives:
         self._called.pop(self._forgotten, None)
 
     def _is_leader(self, present: Sequence[int]) -> bool:
-        return self._mates[present[0]] == self._mesh.rank
+        return self._ranks_here[present[0]] == self._mesh.rank
 
     def _between(self, seq: int, present: Sequence[int], name: str = "") -> MachineExchange:
         return MachineExchange(self._mesh, self._members, seq, present, name)

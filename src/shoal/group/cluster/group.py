@@ -125,12 +125,12 @@ def assemble(
     staging: HostStaging | None = None,
 ) -> ClusterGroup:
     """Joins the workers of one's own machine to a connected mesh; `machines` are ranks. Collective."""
-    index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
+    index, here = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
     local: HostGroup | SoloGroup = SoloGroup(settings.patience)
-    if len(mates) > 1:
-        place, key = mates.index(mesh.rank), f"{settings.key} machine {index}"
-        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(mates))
-        local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
+    if len(here) > 1:
+        place, key = here.index(mesh.rank), f"{settings.key} machine {index}"
+        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(here))
+        local = open_host_group(Placement(place, len(here), place, len(here)), inside)
     opened: Group = local
     try:
         opened = group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
@@ -214,7 +214,7 @@ class ClusterGroup(Group):
         what torch.distributed was asked to move.
         """
         inside, asked, waited_s = self.local.stats, self._torch.counter, list(self._waited_s)
-        for rank, seconds in zip(self.membership.mates, inside.waited_s, strict=False):
+        for rank, seconds in zip(self.membership.ranks_here, inside.waited_s, strict=False):
             waited_s[rank] += seconds
         sent_to = self._by_rank(asked.sent_to, self.mesh.sent_bytes, inside.sent_to)
         received_from = self._by_rank(asked.received_from, self.mesh.received_bytes, inside.received_from)
@@ -225,7 +225,7 @@ class ClusterGroup(Group):
     ) -> tuple[int, ...]:
         """Adds bytes that torch was asked for, those between machines, and those inside this one."""
         total = list(asked)
-        for rank, size_bytes in (*between.items(), *zip(self.membership.mates, inside, strict=False)):
+        for rank, size_bytes in (*between.items(), *zip(self.membership.ranks_here, inside, strict=False)):
             total[rank] += size_bytes
         return tuple(total)
 
@@ -387,7 +387,7 @@ class ClusterGroup(Group):
 
     def _hear_of_wait(self, place: int | None) -> None:
         """Passes on that this worker waits: for a member of the group, or one of its machine by its place."""
-        inside = None if place is None else self.membership.mates[place]
+        inside = None if place is None else self.membership.ranks_here[place]
         for hear in self.on_wait:
             hear(inside if self._awaited is None else self._awaited)
 

@@ -39,7 +39,7 @@ from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import tensor_over
 from shoal.transport import BufferPool, Head, Reply
 
-_MATES_S = 2.0
+_SUCCESSOR_S = 2.0
 SMALL_BYTES = 1 << 16
 """Up to this size a tensor comes with its machine's greeting: one delay instead of two."""
 FREE: Handle[None] = Done(None)
@@ -144,7 +144,7 @@ class MachineExchange:
         self.machine = members.machine
         self.wake = mesh.wake
         """Lets whoever waits for this operation look again."""
-        self.workers = [members.mates[place] for place in present]
+        self.workers = [members.ranks_here[place] for place in present]
         """The ranks for which this worker speaks."""
         self._attempt = attempt
         self._mesh = mesh
@@ -287,7 +287,7 @@ class MachineExchange:
         """Finds the loss without which a machine says nothing more.
 
         Others of a machine may speak for one that was lost since this operation began; if they do not within
-        `_MATES_S`, it had begun to speak.
+        `_SUCCESSOR_S`, it had begun to speak.
         """
         if self._attempt is not None:
             return None
@@ -297,7 +297,7 @@ class MachineExchange:
         for rank in self._members.ranks_on[machine]:
             loss = self._mesh.monitor.lost.get(rank)
             if loss is not None and rank not in self._gone_before:
-                return loss if time.monotonic() > loss.at_s + _MATES_S else None
+                return loss if time.monotonic() > loss.at_s + _SUCCESSOR_S else None
         return None
 
     def _find_leader(self, machine: int) -> int | None:
@@ -519,12 +519,12 @@ class Handover:
         part = (seq, name)
         for leader in present:
             result = None
-            is_leader = self._members.mates[leader] == self._members.rank
+            is_leader = self._members.ranks_here[leader] == self._members.rank
             if is_leader:
                 result = yield from self._agree(part, present, work, is_successor=leader != present[0])
-            elif len(self._members.mates) > 1:
+            elif len(self._members.ranks_here) > 1:
                 self._awaited[part] = leader
-            if len(self._members.mates) > 1:
+            if len(self._members.ranks_here) > 1:
                 result = yield from self._hand_out(leader, result)
             if result is not None:
                 self._keep(part, result)
