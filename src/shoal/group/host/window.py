@@ -33,7 +33,7 @@ from typing import Any, Self
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, UsageError
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import (
     PENDING,
@@ -263,11 +263,7 @@ class HostWindow(Window):
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Names memory of the group for others to read, where it lies."""
         self._check_open()
-        if tensor.numel() != self.num_elements or tensor.dtype != self.dtype:
-            raise TensorError(
-                f"{tensor.numel()} elements of {tensor.dtype} do not fit window {self.name!r}, in which "
-                f"{self.num_elements} of {self.dtype} are published."
-            )
+        check_write(Write("put", tensor), self)
         if version < 0:
             raise UsageError(f"Version {version} of {self.name!r} is negative.", next_step="count from 0.")
         memory = self._shared.devices if self._shared.devices.takes(tensor) else self._shared.arena
