@@ -83,5 +83,5 @@ def test_all_folders_full_is_an_error_that_says_what_to_do(arena, monkeypatch):
 
 def test_no_folder_at_all(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone"))
-    with pytest.raises(UsageError, match="No file for shared memory"):
+    with pytest.raises(UsageError, match="No file for shared memory can be created"):
         open_files(tmp_path / "nowhere")

@@ -119,18 +119,18 @@ def test_a_machine_whose_workers_are_all_lost_has_not_left(is_begun, should_surv
 
 def test_a_loss_counts_whenever_it_is_noticed(monkeypatch):
     """Also after the look at who is lost, when only one more machine is waited for."""
-    find_speaker = MachineExchange._find_speaker
+    find_leader = MachineExchange._find_leader
 
     with open_cluster([[0], [1], [2]]) as groups:
         groups[1].barrier()
 
         def lose_and_look(between, machine):
-            if machine == 2 and machine in between._speakers:  # it was greeted, and is waited for
+            if machine == 2 and machine in between._leaders:  # it was greeted, and is waited for
                 groups[2].close(GAVE_UP)
                 until_lost(groups[0], {2})
-            return find_speaker(between, machine)
+            return find_leader(between, machine)
 
-        monkeypatch.setattr(MachineExchange, "_find_speaker", lose_and_look)
+        monkeypatch.setattr(MachineExchange, "_find_leader", lose_and_look)
         assert waiting_for(groups[0].barrier()).peer == 2
 
 
@@ -383,7 +383,7 @@ def reduce_or_die(group):
     ("moment", "victim"), [(BEFORE_GREETING, 1), (AFTER_GREETING, 1), (BEFORE_SENDING, 3)]
 )
 def test_who_speaks_is_lost_in_the_middle(monkeypatch, moment, victim):
-    """Its mates, the other speakers and their mates all learn who it was, and are out of step."""
+    """Those it led, the other leaders and those these lead all learn who it was, and are out of step."""
     with open_cluster([[0], [1, 2], [3]]) as groups:
         failing_at(monkeypatch, moment, victim)
         for rank, error in enumerate(together(groups, reduce_or_die)):

@@ -287,7 +287,7 @@ def test_factors_of_one_side_alone_are_refused_whoever_comes_first(is_ahead):
 
 
 def test_a_gpu_that_waits_long_for_one_that_is_behind_has_it_named(monkeypatch):
-    monkeypatch.setattr(engine, "_LINE_EVERY_S", 0.2)
+    monkeypatch.setattr(engine, "LINE_EVERY_S", 0.2)
     with gpu_workers(2) as (groups, devices):
         live, spare = filled(groups), filled(groups)
         exchanged(groups[:1], live, spare)

@@ -58,14 +58,29 @@ def test_a_stranger_is_refused_and_nobody_is_lost_for_it(is_encrypted, caplog):
         assert not other.monitor.lost
 
 
-def test_a_worker_of_another_run_is_refused():
-    with open_meshes(2, is_encrypted=False) as (_, other), open_meshes(2, is_encrypted=False) as (third, _):
+@BOTH
+def test_a_worker_of_another_run_is_refused(is_encrypted):
+    how = {"is_encrypted": is_encrypted}
+    with open_meshes(2, **how) as (_, other), open_meshes(2, **how) as (third, _):
         address = Address("127.0.0.1", port_for_tensors(other))
         third._links.set_address(1, address, 1)  # as if two runs had mixed up their ports
         handle = third.send(1, ("x",), torch.ones(3))
         with pytest.raises(PeerLost):
             handle.wait(soon())
         assert not other.monitor.lost
+
+
+@BOTH
+def test_a_worker_cannot_send_as_another_one(is_encrypted, caplog):
+    with open_meshes(3, is_encrypted=is_encrypted) as (one, other, third):
+        third._links._handshake.rank = 0  # no program of ours does that
+        third.send(1, ("x",), torch.zeros(3))
+        give_up_s = time.monotonic() + 20
+        while "it is not rank 0" not in caplog.text:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+        one.send(1, ("x",), torch.ones(3)).wait(soon())
+        assert torch.equal(other.receive(0, ("x",), torch.empty(3)).wait(soon()), torch.ones(3))
 
 
 def test_what_is_encrypted_cannot_be_read_or_changed_on_its_way():

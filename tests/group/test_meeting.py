@@ -105,7 +105,7 @@ def test_who_does_not_come_is_named(key):
 
 
 def test_a_long_wait_says_whom_it_is_for(key, monkeypatch, caplog):
-    monkeypatch.setattr(meeting, "_LINE_EVERY_S", 0.02)
+    monkeypatch.setattr("shoal.group.base.LINE_EVERY_S", 0.02)
     attend_all(key, (0, 3, None, 0.1), (1, 3, None, 0.1))
     assert "waiting for rank 2 to come, 0 s" in caplog.text
     assert "waiting for the other workers to come; rank 0 knows which, 0 s" in caplog.text

@@ -9,8 +9,7 @@ from shoal.group import Metered
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    for room in ("host.engine", "cluster.group"):
-        monkeypatch.setattr(f"shoal.group.{room}.WAIT_HEARD_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal.group.base.WAIT_HEARD_EVERY_S", 0.0)
 
 
 def ranks_heard(waiting, late):

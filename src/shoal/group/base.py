@@ -17,23 +17,26 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import enum
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, Self, TypeVar, get_args
 
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, UsageError
+from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded, PeerLost, UsageError
 from shoal.core.run_options import SILENCE_S, AllReduceChoice, EncryptChoice
 from shoal.report.timeline import Timeline
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 Reduction = Literal["sum", "mean", "min", "max"]
 
 
@@ -65,6 +68,52 @@ class Done(Handle[T]):
     def is_done(self) -> bool:
         """Is true from the beginning."""
         return True
+
+
+class Pending(enum.Enum):
+    """The type of `PENDING`, which an attempt gives that has no result yet."""
+
+    PENDING = enum.auto()
+
+
+PENDING: Final = Pending.PENDING
+
+
+class PolledHandle(Handle[T]):
+    """An operation that is tried again whenever somebody looks, until it has a result or an error.
+
+    `attempt` gives the result, or PENDING, and never blocks; what it raises is the operation's error.
+    """
+
+    def __init__(self, attempt: Callable[[], T | Pending]) -> None:
+        self._attempt = attempt
+        self._result: T | Pending = PENDING
+        self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has a result or an error."""
+        return self._result is not PENDING or self.error is not None
+
+    def try_again(self) -> bool:
+        """Makes one more attempt, unless it is over; tells whether it is."""
+        if not self.is_over:
+            try:
+                self._result = self._attempt()
+            except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+                self.error = error
+        return self.is_over
+
+    def is_done(self) -> bool:
+        """Tells whether it is over, after one more attempt."""
+        return self.try_again()
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result, or raises the error, of an operation that is over."""
+        if self.error is not None:
+            raise self.error
+        assert self._result is not PENDING, "an operation that is not over"
+        return self._result
 
 
 class Snapshot(abc.ABC):
@@ -279,6 +328,45 @@ class Loss:
 WaitListener = Callable[[int | None], object]
 """Is told the rank that is waited for, or None where that is not known."""
 WAIT_HEARD_EVERY_S = 1.0
+LINE_EVERY_S = 10.0
+
+
+class WaitReport:
+    """What is said of a wait while it lasts: a line every ten seconds, and to `listeners` once a second.
+
+    `line` makes the line, of the seconds that this worker has waited. Without a deadline `timeout_s` counts.
+    """
+
+    def __init__(
+        self,
+        line: Callable[[float], str],
+        listeners: Sequence[WaitListener] = (),
+        deadline: Deadline | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._line = line
+        self._listeners = listeners
+        if deadline is None and timeout_s is not None:
+            deadline = Deadline.after(timeout_s)
+        self._deadline = deadline
+        self._began_s = SYSTEM_CLOCK.now_s()
+        self._next_line_s, self._next_call_s = LINE_EVERY_S, WAIT_HEARD_EVERY_S
+
+    def look(self, blocker: int | None = None) -> None:
+        """Says what is due, and to listeners who is waited for; DeadlineExceeded at the deadline."""
+        waited_s = SYSTEM_CLOCK.now_s() - self._began_s
+        if self._deadline is not None and self._deadline.is_past:
+            raise DeadlineExceeded(
+                f"{self._line(waited_s)}: the deadline has passed.",
+                next_step="see what that rank does, or give a longer --peer-timeout.",
+            )
+        if waited_s > self._next_call_s:
+            self._next_call_s += WAIT_HEARD_EVERY_S
+            for hear in self._listeners:
+                hear(blocker)
+        if waited_s > self._next_line_s:
+            self._next_line_s += LINE_EVERY_S
+            log.warning("%s", self._line(waited_s))
 
 
 class GroupStats(msgspec.Struct, frozen=True):
@@ -554,9 +642,11 @@ class GroupSettings(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.patience > 0:
-            raise UsageError(f"A patience of {self.patience} waits for nobody.", next_step="give 1 or more.")
+            raise UsageError(f"patience={self.patience} is not above 0.", next_step="give 1 or more.")
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"A timeout of {self.timeout_s} s is none.", next_step="leave it out.")
+            raise UsageError(
+                f"timeout_s={self.timeout_s} is not above 0.", next_step="leave it out, to wait without end."
+            )
         for name, kind in (("encrypt", EncryptChoice), ("all_reduce", AllReduceChoice)):
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:

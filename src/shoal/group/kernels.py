@@ -217,12 +217,15 @@ class MemorySlot(WindowSlot):
 
 
 def check_write(write: Write, window: Window) -> None:
-    """Raises TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
+    """Raises TensorError for a tensor that does not fit the window, LimitExceeded for a long note.
+
+    What is published must fit like what is written.
+    """
     tensor = write.tensor
     if tensor.numel() != window.num_elements or tensor.dtype != window.dtype:
         raise TensorError(
-            f"{tensor.numel()} elements of {tensor.dtype} do not fit window {window.name!r}, whose slots "
-            f"hold {window.num_elements} of {window.dtype}."
+            f"{tensor.numel()} elements of {tensor.dtype} do not fit window {window.name!r}, which is "
+            f"made for {window.num_elements} of {window.dtype}."
         )
     if write.weight != 1.0 and not window.dtype.is_floating_point:
         raise UsageError(

@@ -397,7 +397,7 @@ class WithServers(GroupWrapper):
 def check_servers(num_servers: int, size: int) -> None:
     """Raises UsageError when nobody would be left to work."""
     if num_servers < 0:
-        raise UsageError(f"{num_servers} servers are impossible.", next_step="give 0 or more.")
+        raise UsageError(f"num_servers={num_servers} is negative.", next_step="give 0 or more.")
     if num_servers and num_servers >= size:
         raise UsageError(
             f"{num_servers} servers of {size} processes leave no worker.",

@@ -161,15 +161,19 @@ def _request(
 
 
 class TrafficCounter:
-    """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long."""
+    """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long.
 
-    def __init__(self, rank: int, size: int) -> None:
+    `members` lists those that take part, this worker included; without it everybody always does.
+    """
+
+    def __init__(self, rank: int, size: int, members: Callable[[], Sequence[int]] | None = None) -> None:
         self.sent_to = [0] * size
         """Bytes by rank; what others take without asking, only they count."""
         self.received_from = [0] * size
         """Bytes by rank; what others put here without asking, only they count."""
         self._rank = rank
         self._size = size
+        self._members = members or (lambda: range(size))
 
     def stats(self, waited_s: Sequence[float]) -> GroupStats:
         """Gives the counts, beside the seconds waited."""
@@ -190,14 +194,31 @@ class TrafficCounter:
     def broadcast(self, size_bytes: int, root: int) -> None:
         """Counts a broadcast of so many bytes."""
         if self._rank == root:
-            self._send_to_all(size_bytes)
+            self.moved(dict.fromkeys(self._members(), size_bytes), {})
         else:
             self.received_from[root] += size_bytes
 
     def all_gather(self, size_bytes: int, received: Bytes) -> None:
         """Counts an all-gather: the bytes of one's own tensor, and those of all, by rank."""
-        self._send_to_all(size_bytes)
-        self.moved({}, received)
+        self.moved(dict.fromkeys(self._members(), size_bytes), received)
+
+    def exchange(self, size_bytes: int, weights: Weights) -> None:
+        """Counts an exchange with those of its sources and destinations that are there."""
+        sources: Collection[int] = weights.sources
+        destinations = sources if weights.destinations is None else weights.destinations
+        members = self._members()
+        if len(members) < self._size:
+            destinations = [rank for rank in destinations if rank in members]
+            sources = [rank for rank in sources if rank in members]
+        for rank in destinations:
+            self.sent_to[rank] += size_bytes
+        for rank in sources:
+            self.received_from[rank] += size_bytes
+
+    def write(self, size_bytes: int, to: int) -> None:
+        """Counts a write into a window of `to`, if it is there."""
+        if to != self._rank and to in self._members():
+            self.sent_to[to] += size_bytes
 
     def moved(self, sends: Bytes, receives: Bytes) -> None:
         """Counts bytes to and from each rank; those of one's own are none."""
@@ -205,15 +226,6 @@ class TrafficCounter:
             for rank, size_bytes in moved.items():
                 if rank != self._rank:
                     total[rank] += size_bytes
-
-    def _send_to_all(self, size_bytes: int) -> None:
-        for rank in self._members():
-            if rank != self._rank:
-                self.sent_to[rank] += size_bytes
-
-    def _members(self) -> Sequence[int]:
-        """Lists the members that are there, this worker included; here nobody ever leaves."""
-        return range(self._size)
 
 
 def _empty(
@@ -241,10 +253,6 @@ def _forwarded(method: Method, row: Row | None = None, hook: str = "_issue") -> 
     return cast(Method, forward)
 
 
-_OPERATIONS = (
-    *("empty", "free", "all_reduce", "broadcast", "all_gather", "exchange", "settle", "barrier"),
-    *("progress", "leave", "close"),
-)
 _HOOKS = ("_issue", "_call", "_write", "_wait")
 
 
@@ -275,8 +283,8 @@ class GroupWrapper(Group):
                 setattr(self, name, getattr(inner, name))
         if not self._has_own("_issue") and not self._has_own("_call"):
             # nobody looks at operations here: to make a plan of each would be most of what they cost
-            for name in _OPERATIONS:
-                if not self._has_own(name):
+            for name, method in vars(GroupWrapper).items():
+                if hasattr(method, "__wrapped__") and not self._has_own(name):  # a forwarded one
                     setattr(self, name, getattr(inner, name))
 
     def _has_own(self, name: str) -> bool:

@@ -16,11 +16,14 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
 from shoal.group.base import (
+    PENDING,
     Done,
     Group,
     GroupStats,
     Handle,
     Loss,
+    Pending,
+    PolledHandle,
     Reduction,
     Snapshot,
     Window,
@@ -208,10 +211,10 @@ class LocalWindow(Window):
         self._check_write(to, write)
         if to not in self._group.members:
             return Done(None)
-        over: list[tuple[None]] = []
+        over: list[None] = []
         sent = dataclasses.replace(write, tensor=write.tensor.detach().clone())
-        self._slot_of(to).offer(sent, lambda: over.append((None,)))
-        return _WaitForOneself(f"{write.kind} into {self.name!r}", lambda: over[0] if over else None)
+        self._slot_of(to).offer(sent, lambda: over.append(None))
+        return _WaitForOneself(f"{write.kind} into {self.name!r}", lambda: None if over else PENDING)
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[WindowSlot]:
@@ -284,12 +287,12 @@ class LocalWindow(Window):
         check_rank(peer, self._group.size)
         self._begin()
 
-        def look() -> tuple[int | None] | None:
+        def look() -> int | Pending | None:
             found = self.snapshot(version) if self._is_open else None
             if found is not None:
-                return (copy_out(found, into.detach(), self.name),)
+                return copy_out(found, into.detach(), self.name)
             has_nothing = version == 0 and self._published is None
-            return (None,) if has_nothing or peer not in self._group.members else None
+            return None if has_nothing or peer not in self._group.members else PENDING
 
         handle = _WaitForOneself(f"read {self.name!r}", look)
         handle.is_done()
@@ -330,22 +333,17 @@ class LocalWindow(Window):
         return self._slots[source]
 
 
-class _WaitForOneself(Handle[T]):
-    """Is over when `look` has found its result; nobody else can bring that about, so `wait` never waits."""
+class _WaitForOneself(PolledHandle[T]):
+    """Is over when an attempt has succeeded; nobody else can bring that about, so `wait` never waits."""
 
-    def __init__(self, what: str, look: Callable[[], tuple[T] | None]) -> None:
+    def __init__(self, what: str, attempt: Callable[[], T | Pending]) -> None:
+        super().__init__(attempt)
         self._what = what
-        self._look = look
-        self._found: tuple[T] | None = None
-
-    def is_done(self) -> bool:
-        self._found = self._found or self._look()
-        return self._found is not None
 
     def wait(self, deadline: Deadline | None = None) -> T:
         if not self.is_done():
             raise DeadlineExceeded(
-                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
+                f"{self._what}: this worker waits for itself, and nobody else can make it possible.",
+                next_step="first do what it waits for, then wait.",
             )
-        assert self._found is not None
-        return self._found[0]
+        return super().wait()

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 
 from shoal.core import PeerLost, ShoalError, UsageError
-from shoal.group.base import Done, Handle, Reduction, absent_root, mismatch
+from shoal.group.base import PENDING, Done, Handle, Reduction, absent_root, mismatch
 from shoal.group.cluster.links import MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
-    PENDING,
     SMALL_BYTES,
     Algorithm,
     AlgorithmChoice,
@@ -81,7 +80,7 @@ class Collectives:
         self._local = local
         self._mesh = mesh
         self._members = members
-        self._mates = members.mates
+        self._ranks_here = members.ranks_here
         self._staging = staging
         self._torch = through_torch
         self._choice = choice
@@ -118,7 +117,7 @@ class Collectives:
             content = yield from self._handover.outlive(seq, "", present, work)
             yield self._staging.copy(flat, content.view(flat.dtype))
             return put_back(flat, tensor)
-        if self._is_speaker(present):
+        if self._is_leader(present):
             yield from self._reduce_machines(self._between(seq, present), flat, op, flat)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
@@ -198,13 +197,13 @@ class Collectives:
             return (yield from self._torch.broadcast(seq, tensor, root))
         flat = _flat(tensor)
         present = yield from _inside(self._local.barrier())
-        is_speaker, place = self._is_speaker(present), self._members.place_of(root)
+        is_leader, place = self._is_leader(present), self._members.place_of(root)
         if place is not None and place in present:
             passed_on = self._local.broadcast(flat, place)
-            if not is_speaker:
+            if not is_leader:
                 yield FREE
             yield passed_on
-        if is_speaker:
+        if is_leader:
             yield from self._broadcast_machines(self._between(seq, present), flat, root, place in present)
         if place is None:
             yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
@@ -250,7 +249,7 @@ class Collectives:
 
             yield from self._handover.outlive(seq, name, present, work)
             return
-        if self._is_speaker(present):
+        if self._is_leader(present):
             yield from self._between(seq, present, name).greet(describe("barrier"))
         yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
 
@@ -303,7 +302,7 @@ class Collectives:
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
-        if len(self._mates) > 1:
+        if len(self._ranks_here) > 1:
             inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
         yield FREE
         if inside is not None:
@@ -356,7 +355,7 @@ class Collectives:
             out.detach().copy_(tensor.detach())
         flat = _flat(given)
         present = yield from _inside(self._local.all_reduce(flat, "mean"))
-        if self._is_speaker(present):
+        if self._is_leader(present):
             yield from self._mix_machines(self._between(seq, present), flat, weights)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, given)
@@ -393,7 +392,7 @@ class Collectives:
         gathered = self._local.all_gather(_pack([(self._mesh.rank, mine)]))
         yield gathered
         inside = [part for blob in gathered.wait() for part in _unpack(blob)]
-        present = [self._mates.index(rank) for rank, _ in inside]
+        present = [self._ranks_here.index(rank) for rank, _ in inside]
         if self._local.should_survive:
 
             def work(between: MachineExchange) -> Steps:
@@ -402,12 +401,12 @@ class Collectives:
 
             return _unpack((yield from self._handover.outlive(seq, name, present, work)))
         outside = torch.empty(0, dtype=torch.uint8)
-        if self._is_speaker(present):
+        if self._is_leader(present):
             others, _ = yield from self._gather_machines(self._between(seq, present, name), inside)
             outside = _pack(others)
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
-        # the speaker alone has something to pass on, if only that there is nothing
+        # the leader alone has something to pass on, if only that there is nothing
         others = [part for blob in passed_on.wait() if blob.numel() for part in _unpack(blob)]
         return sorted(inside + others, key=lambda part: part[0])
 
@@ -488,32 +487,32 @@ class Collectives:
         self._forgotten = max(self._forgotten, seq - _REMEMBERED)
         self._called.pop(self._forgotten, None)
 
-    def _is_speaker(self, present: Sequence[int]) -> bool:
-        return self._mates[present[0]] == self._mesh.rank
+    def _is_leader(self, present: Sequence[int]) -> bool:
+        return self._ranks_here[present[0]] == self._mesh.rank
 
     def _between(self, seq: int, present: Sequence[int], name: str = "") -> MachineExchange:
         return MachineExchange(self._mesh, self._members, seq, present, name)
 
-    def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
-        """Waits for the operation's last step inside the machine, where the speaker gives the result."""
+    def _pass_on(self, seq: int, leader: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
+        """Waits for the operation's last step inside the machine, where the leader gives the result."""
         members = self._members
 
         def look() -> Any:
-            # the speaker may be lost, or fail, before it has passed anything on
+            # the leader may be lost, or fail, before it has passed anything on
             if not handle.is_done():
-                loss, has_failed = members.first_loss(), members.has_failed(speaker, seq)
+                loss, has_failed = members.first_loss(), members.has_failed(leader, seq)
                 if (loss is None and not has_failed) or handle.is_done():
                     return PENDING
-                raise members.failure_of(speaker) if loss is None else loss.error()
-            # without the speaker it was lost on the way: whether the others have what it said nobody knows
+                raise members.failure_of(leader) if loss is None else loss.error()
+            # without the leader it was lost on the way: whether the others have what it said nobody knows
             try:
                 handle.wait()
             except UsageError:
-                if speaker in self._local.members:
+                if leader in self._local.members:
                     raise
-                raise members.failure_of(speaker) from None
-            if speaker not in getattr(handle, "present", (0,)):
-                raise members.failure_of(speaker)
+                raise members.failure_of(leader) from None
+            if leader not in getattr(handle, "present", (0,)):
+                raise members.failure_of(leader)
             return None
 
         if is_last:

@@ -37,7 +37,6 @@ from shoal.core import (
 )
 from shoal.core.processes import interface_of
 from shoal.group.base import (
-    WAIT_HEARD_EVERY_S,
     Group,
     GroupSettings,
     GroupStats,
@@ -46,6 +45,7 @@ from shoal.group.base import (
     Reduction,
     T,
     WaitListener,
+    WaitReport,
     Window,
     WindowForm,
     check_rank,
@@ -77,7 +77,6 @@ from shoal.topology import MachineWeights, Weights
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
 _NAP_S = 5e-3
-_LINE_EVERY_S = 10.0
 _LEAVING_S = 10.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -126,12 +125,12 @@ def assemble(
     staging: HostStaging | None = None,
 ) -> ClusterGroup:
     """Joins the workers of one's own machine to a connected mesh; `machines` are ranks. Collective."""
-    index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
+    index, here = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
     local: HostGroup | SoloGroup = SoloGroup(settings.patience)
-    if len(mates) > 1:
-        place, key = mates.index(mesh.rank), f"{settings.key} machine {index}"
-        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(mates))
-        local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
+    if len(here) > 1:
+        place, key = here.index(mesh.rank), f"{settings.key} machine {index}"
+        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(here))
+        local = open_host_group(Placement(place, len(here), place, len(here)), inside)
     opened: Group = local
     try:
         opened = group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
@@ -215,7 +214,7 @@ class ClusterGroup(Group):
         what torch.distributed was asked to move.
         """
         inside, asked, waited_s = self.local.stats, self._torch.counter, list(self._waited_s)
-        for rank, seconds in zip(self.membership.mates, inside.waited_s, strict=False):
+        for rank, seconds in zip(self.membership.ranks_here, inside.waited_s, strict=False):
             waited_s[rank] += seconds
         sent_to = self._by_rank(asked.sent_to, self.mesh.sent_bytes, inside.sent_to)
         received_from = self._by_rank(asked.received_from, self.mesh.received_bytes, inside.received_from)
@@ -226,7 +225,7 @@ class ClusterGroup(Group):
     ) -> tuple[int, ...]:
         """Adds bytes that torch was asked for, those between machines, and those inside this one."""
         total = list(asked)
-        for rank, size_bytes in (*between.items(), *zip(self.membership.mates, inside, strict=False)):
+        for rank, size_bytes in (*between.items(), *zip(self.membership.ranks_here, inside, strict=False)):
             total[rank] += size_bytes
         return tuple(total)
 
@@ -388,7 +387,7 @@ class ClusterGroup(Group):
 
     def _hear_of_wait(self, place: int | None) -> None:
         """Passes on that this worker waits: for a member of the group, or one of its machine by its place."""
-        inside = None if place is None else self.membership.mates[place]
+        inside = None if place is None else self.membership.ranks_here[place]
         for hear in self.on_wait:
             hear(inside if self._awaited is None else self._awaited)
 
@@ -605,34 +604,22 @@ class _SoloWaiter:
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
     ) -> None:
-        """Spins briefly, then sleeps; a line every ten seconds says what for, and `whom` if that is known."""
-        if deadline is None and self._timeout_s is not None:
-            deadline = Deadline.after(self._timeout_s)
+        """Spins briefly, then sleeps; `whom` says who is waited for, if that is known."""
+
+        def line(waited_s: float) -> str:
+            name = whom()
+            return f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
+
         began_s = time.perf_counter()
-        next_line_s, next_call_s = _LINE_EVERY_S, WAIT_HEARD_EVERY_S
+        report = WaitReport(line, self.on_wait, deadline, self._timeout_s)
         while True:
             self._is_woken.clear()
             if is_done():
                 return
-            waited_s = time.perf_counter() - began_s
-            if waited_s < _SPIN_S:
+            if time.perf_counter() - began_s < _SPIN_S:
                 time.sleep(0)
                 continue
-            if waited_s > next_call_s:
-                next_call_s += WAIT_HEARD_EVERY_S
-                for hear in self.on_wait:
-                    hear(None)
-            is_late = deadline is not None and deadline.is_past
-            if is_late or waited_s > next_line_s:
-                name = whom()
-                line = f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
-                if is_late:
-                    raise DeadlineExceeded(
-                        f"{line}: the deadline has passed.",
-                        next_step="see what that rank does, or give a longer --peer-timeout.",
-                    )
-                log.warning("%s", line)
-                next_line_s += _LINE_EVERY_S
+            report.look()
             self._is_woken.wait(_NAP_S)
 
     def wake(self) -> None:

@@ -3,8 +3,8 @@
 Each worker that has something for another makes one connection to it, and a thread sends over it; the other
 side receives in a thread (`transport.streams.one_way`), straight into the memory where a tensor was asked
 for. A frame is a head, the tensor's key and its bytes; a connection goes one way, so that nothing but this is
-ever read from it. Both sides prove who they are: by TLS 1.3 where tensors are encrypted, through which a key
-goes for all that follows, and elsewhere by a keyed hash, which shows that each knows the key of the run.
+ever read from it. Both sides prove who they are by TLS 1.3 (`Handshake`). Through it goes a key, with which
+all that follows is sealed where tensors are encrypted.
 
 What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
 finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
@@ -16,7 +16,6 @@ operations that their receiver has begun, too. Mailbox and handles are for any t
 from __future__ import annotations
 
 import collections
-import hmac
 import logging
 import queue
 import secrets
@@ -26,7 +25,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -57,9 +56,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
 _CONNECTING_S, _AGAIN_S, _GREETING_S = 60.0, 0.2, 10.0
-_MAGIC = b"SHLK\x01"
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
+_MAGIC = b"SHLK\x02"
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sI{KEY_BYTES}s")
 _NOTHING = memoryview(b"")
 _HEAD = struct.Struct("<BxHxxxxQ")
 """The kind of a frame, the length of its key, and the tensor's bytes, or those for which there is room."""
@@ -453,44 +451,33 @@ class _Link:
 
 
 class Handshake:
-    """How one worker proves who it is, and who the other is, when they connect.
+    """How two workers prove to each other who they are when they connect: by TLS 1.3, which then ends.
 
-    `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is
-    connected to. With a `membership` both compare the other's id by TLS 1.3, and all tensors are encrypted.
+    A key goes through it, by which all that follows is sealed, if it `is_encrypted`.
     """
 
-    def __init__(self, rank: int, key: bytes, membership: Membership | None) -> None:
+    def __init__(self, rank: int, membership: Membership, *, is_encrypted: bool) -> None:
         self.rank = rank
-        self._key = key
         self._membership = membership
+        self._is_encrypted = is_encrypted
 
     def dial(self, rank: int, address: Address, peer_id: PeerId | None) -> OneWayConnection:
         """Connects with a rank; PeerRefused where somebody else answers, OSError where nobody does."""
         connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
         try:
             prepare(connected)
-            key = None
-            if self._membership is not None:
-                tls = self._membership.client_tls().wrap_socket(connected)
-                connected = tls
-                if peer_id is not None and _id_of(tls) != peer_id:
-                    raise PeerRefused(f"{address} is another peer than the one that was told.")
-                key = secrets.token_bytes(KEY_BYTES)
-                tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
-                connected = _without_tls(tls)
-            else:
-                mine = secrets.token_bytes(_NONCE_BYTES)
-                connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
-                answer = read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
-                nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, rank, nonces)):
-                    raise PeerRefused(f"{address} is not of this run.")
-                connected.sendall(self._proof(b"caller", self.rank, rank, nonces))
-            connected.settimeout(None)
+            tls = connected = self._membership.client_tls().wrap_socket(connected)
+            if peer_id is not None and _id_of(tls) != peer_id:
+                raise PeerRefused(f"The process at {address} is not rank {rank} of this run.")
+            key = secrets.token_bytes(KEY_BYTES)
+            tls.sendall(_HELLO.pack(_MAGIC, self.rank, key))
+            return self._begin(tls, key)
+        except ssl.SSLCertVerificationError:
+            connected.close()
+            raise PeerRefused(f"The process at {address} is not of this run.") from None
         except BaseException:
             connected.close()
             raise
-        return OneWayConnection(connected, key)
 
     def admit(
         self, connected: socket.socket, ids: Mapping[int, PeerId | None]
@@ -498,31 +485,24 @@ class Handshake:
         """Finds out which of some ranks has connected; PeerRefused when it does not prove it."""
         connected.settimeout(_GREETING_S)
         prepare(connected)
-        key = None
-        if self._membership is not None:
-            tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
-            try:
-                rank, _ = _read_hello(tls, ids)
-                key = read_exactly(tls, KEY_BYTES)
-                if ids[rank] is not None and _id_of(tls) != ids[rank]:
-                    raise PeerRefused(f"it is not rank {rank}.")
-                connected = _without_tls(tls)
-            except BaseException:
-                tls.close()
-                raise
-        else:
-            rank, theirs = _read_hello(connected, ids)
-            mine = secrets.token_bytes(_NONCE_BYTES)
-            connected.sendall(mine + self._proof(b"callee", rank, self.rank, theirs + mine))
-            proof = read_exactly(connected, _PROOF_BYTES)
-            if not hmac.compare_digest(proof, self._proof(b"caller", rank, self.rank, theirs + mine)):
-                raise PeerRefused("it does not know the key of this run.")
-        connected.settimeout(None)
-        return rank, OneWayConnection(connected, key)
+        tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
+        try:
+            magic, rank, key = _HELLO.unpack(read_exactly(tls, _HELLO.size))
+            if magic != _MAGIC or rank not in ids:
+                raise PeerRefused("it is no worker of another machine, or speaks another version.")
+            if ids[rank] is not None and _id_of(tls) != ids[rank]:
+                raise PeerRefused(f"it is not rank {rank}.")
+            return rank, self._begin(tls, key)
+        except BaseException:
+            tls.close()
+            raise
 
-    def _proof(self, role: bytes, caller: int, callee: int, nonces: bytes) -> bytes:
-        ranks = caller.to_bytes(4, "little") + callee.to_bytes(4, "little")
-        return hmac.digest(self._key, role + ranks + nonces, "sha256")
+    def _begin(self, tls: ssl.SSLSocket, key: bytes) -> OneWayConnection:
+        """Ends TLS on both sides of a connection, and gives it for what comes after."""
+        tls.unwrap()
+        connected = socket.socket(fileno=tls.detach())
+        connected.settimeout(None)
+        return OneWayConnection(connected, key if self._is_encrypted else None)
 
 
 class TensorLinks:
@@ -679,7 +659,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Gives the bytes of a contiguous tensor of this machine's own memory; TensorError for any other."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise TensorError(
-            f"A tensor on {tensor.device} of strides {list(tensor.stride())} cannot travel as it is.",
+            f"Cannot send a tensor on {tensor.device} with strides {list(tensor.stride())} as it is.",
             next_step="give a contiguous tensor on the CPU.",
         )
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -690,25 +670,9 @@ def view_of(flat: torch.Tensor) -> memoryview:
     return byte_view(cast("Buffer", flat.numpy()))
 
 
-def _read_hello(connected: socket.socket, ids: Collection[int]) -> tuple[int, bytes]:
-    magic, rank, nonce = _HELLO.unpack(read_exactly(connected, _HELLO.size))
-    if magic != _MAGIC or rank not in ids:
-        raise PeerRefused("it is no worker of another machine, or speaks another version.")
-    return rank, nonce
-
-
 def _id_of(connected: ssl.SSLSocket) -> PeerId | None:
     certificate = connected.getpeercert(binary_form=True)
     return None if certificate is None else peer_id_of(certificate)
-
-
-def _without_tls(connected: ssl.SSLSocket) -> socket.socket:
-    """Ends TLS on a connection, on both sides, and gives it for what comes after."""
-    connected.unwrap()
-    timeout_s = connected.gettimeout()
-    plain = socket.socket(fileno=connected.detach())
-    plain.settimeout(timeout_s)
-    return plain
 
 
 def _gone(rank: int) -> PeerLost:

@@ -1,9 +1,9 @@
 """What machines say to each other in one operation, and how they reduce tensors together.
 
-A machine speaks by one of its workers, its leader: of those that have come to the operation the one of lowest
-rank. Another machine cannot know who has come, and greets whom it takes for the speaker. Should that one turn
-out to have left before, the next is greeted. A machine whose workers have all left, or are lost, takes no
-part. From its greeting on it is known who speaks.
+Of each machine one worker speaks with the others, its leader: of those that have come to the operation the
+one of lowest rank. Another machine cannot know who has come, and greets whom it takes for the leader. Should
+that one turn out to have left before, the next is greeted. A machine whose workers have all left, or are
+lost, takes no part. From its greeting on it is known who leads.
 
 An all-reduce of one tensor of each machine goes in pieces that are reduced as they come, in one of two ways.
 *direct*: each machine reduces one share. It gets that share from all others, and sends them the result: two
@@ -27,8 +27,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, ShoalError, UsageError
-from shoal.group.base import Done, Handle, Loss, Reduction, mismatch
+from shoal.core import PeerLost, ShoalError, UsageError
+from shoal.group.base import PENDING, Done, Handle, Loss, PolledHandle, Reduction, mismatch
 from shoal.group.cluster.links import MeshHandle, flat_bytes, view_of
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, poll_until
@@ -39,7 +39,7 @@ from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import tensor_over
 from shoal.transport import BufferPool, Head, Reply
 
-_MATES_S = 2.0
+_SUCCESSOR_S = 2.0
 SMALL_BYTES = 1 << 16
 """Up to this size a tensor comes with its machine's greeting: one delay instead of two."""
 FREE: Handle[None] = Done(None)
@@ -47,12 +47,10 @@ FREE: Handle[None] = Done(None)
 Steps = Generator[Handle[Any], Any, Any]
 ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
-PENDING = object()
-"""Stands for a result that is not there yet."""
 Algorithm = Literal["ring", "direct"]
-Attempt = frozenset[int]
-"""An operation between machines where losses are outlived, named after the ranks that were lost before."""
-Step = tuple[int, str]
+LostRanks = frozenset[int]
+"""Those that were lost when an attempt at an operation began, after which it is named."""
+PartKey = tuple[int, str]
 """The number of an operation, and the name of one of its parts."""
 _RESULT = "group.result"
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 512 << 10, 16 << 20
@@ -68,32 +66,12 @@ _NUM_TRIALS = 4
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class PendingStep(Handle[Any]):
-    """Something that an operation waits for: `look` gives its result, or PENDING, or raises its error.
-
-    `awaited` names the rank that has not come, where it is known.
-    """
+class PendingStep(PolledHandle[Any]):
+    """Something that an operation waits for; `awaited` names the rank that has not come, if it is known."""
 
     def __init__(self, look: Callable[[], Any], awaited: Callable[[], int | None] = lambda: None) -> None:
-        self._look = look
-        self._result: Any = PENDING
-        self._error: Exception | None = None
+        super().__init__(look)
         self.awaited = awaited
-
-    def is_done(self) -> bool:
-        """Looks whether there is a result, or an error; not again when there is."""
-        if self._result is PENDING and self._error is None:
-            try:
-                self._result = self._look()
-            except Exception as error:  # noqa: BLE001 - the operation gets it
-                self._error = error
-        return self._result is not PENDING or self._error is not None
-
-    def wait(self, deadline: Deadline | None = None) -> Any:
-        """Gives the result, or raises the error, of a step that is done."""
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def until(is_so: Callable[[], bool]) -> PendingStep:
@@ -122,7 +100,7 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
     action: str
     """What `describe` says of the operation."""
     rank: int
-    """Who speaks."""
+    """Who says it: of a machine its leader."""
     workers: Sequence[int] = ()
     """The ranks for which it speaks, where that is a machine: all of it that takes part."""
     detail: Any = None
@@ -161,12 +139,12 @@ class MachineExchange:
         seq: int,
         present: Sequence[int],
         name: str = "",
-        attempt: Attempt | None = None,
+        attempt: LostRanks | None = None,
     ) -> None:
         self.machine = members.machine
         self.wake = mesh.wake
         """Lets whoever waits for this operation look again."""
-        self.workers = [members.mates[place] for place in present]
+        self.workers = [members.ranks_here[place] for place in present]
         """The ranks for which this worker speaks."""
         self._attempt = attempt
         self._mesh = mesh
@@ -174,7 +152,7 @@ class MachineExchange:
         self._seq = seq
         self._name = name
         self._mine = MachineGreeting("", mesh.rank)
-        self._speakers: dict[int, int] = {}
+        self._leaders: dict[int, int] = {}
         """Who was greeted on each other machine, the last one."""
         self._said: dict[int, list[tuple[str, torch.Tensor]]] = {
             machine: [] for machine in range(len(members.ranks_on)) if machine != members.machine
@@ -208,7 +186,7 @@ class MachineExchange:
         greeting = self._mine.encode()
         for machine, said in self._said.items():
             said.insert(0, ("greeting", greeting))
-            self._find_speaker(machine)
+            self._find_leader(machine)
 
     def hear_greetings(self) -> Steps:
         """Gives what all machines that take part have said of what they do."""
@@ -218,7 +196,7 @@ class MachineExchange:
             if came is not ABSENT:
                 heard[machine] = MachineGreeting.decode(came, self._mine.action, self._mesh.rank)
                 self._members.note_absent(machine, heard[machine].workers, self._seq)
-                self._speak_to(machine, heard[machine].rank)
+                self._send_all_to(machine, heard[machine].rank)
         self._members.tell_departures()
         return dict(sorted(heard.items()))
 
@@ -234,9 +212,9 @@ class MachineExchange:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
         with self._lock:
             self._said[machine].append((topic, tensor))
-            speaker = self._speakers.get(machine)
-        if speaker is not None:
-            self._send(speaker, topic, tensor)
+            leader = self._leaders.get(machine)
+        if leader is not None:
+            self._send(leader, topic, tensor)
 
     def hear(
         self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
@@ -249,7 +227,7 @@ class MachineExchange:
 
         def look() -> Any:
             is_over = received.is_done() or self.is_void() or self._final_loss(machine) is not None
-            if not is_over and self._find_speaker(machine) is not None:
+            if not is_over and self._find_leader(machine) is not None:
                 return PENDING
             # what came just before its sender went counts
             if received.is_done():
@@ -267,7 +245,7 @@ class MachineExchange:
                 raise loss.error()
             return ABSENT
 
-        return PendingStep(look, lambda: self._speakers.get(machine))
+        return PendingStep(look, lambda: self._leaders.get(machine))
 
     def told(self) -> PendingStep:
         """Waits until all that was said has arrived."""
@@ -292,13 +270,13 @@ class MachineExchange:
                 raise LostMeanwhile
             for machine in others:
                 loss = self._final_loss(machine)
-                if loss is None and self._find_speaker(machine) is None:
+                if loss is None and self._find_leader(machine) is None:
                     loss = self._members.loss_on(machine)
                 if loss is not None and not reduction.is_over:  # all may have come just before
                     raise loss.error()
             return PENDING
 
-        yield PendingStep(look, lambda: next(iter(self._speakers.values()), None))
+        yield PendingStep(look, lambda: next(iter(self._leaders.values()), None))
         yield self.told()
 
     def is_void(self) -> bool:
@@ -309,7 +287,7 @@ class MachineExchange:
         """Finds the loss without which a machine says nothing more.
 
         Others of a machine may speak for one that was lost since this operation began; if they do not within
-        `_MATES_S`, it had begun to speak.
+        `_SUCCESSOR_S`, it had begun to speak.
         """
         if self._attempt is not None:
             return None
@@ -319,28 +297,28 @@ class MachineExchange:
         for rank in self._members.ranks_on[machine]:
             loss = self._mesh.monitor.lost.get(rank)
             if loss is not None and rank not in self._gone_before:
-                return loss if time.monotonic() > loss.at_s + _MATES_S else None
+                return loss if time.monotonic() > loss.at_s + _SUCCESSOR_S else None
         return None
 
-    def _find_speaker(self, machine: int) -> int | None:
-        """Names who speaks there, as far as is known, and greets it; None when nobody is left."""
-        known = self._speakers.get(machine)
+    def _find_leader(self, machine: int) -> int | None:
+        """Names the leader there, as far as is known, and greets it; None when nobody is left."""
+        known = self._leaders.get(machine)
         if known is not None and not self._members.is_gone(known, self._seq):
             return known
         for rank in self._members.ranks_on[machine]:
             if not self._members.is_gone(rank, self._seq):
-                self._speak_to(machine, rank)
+                self._send_all_to(machine, rank)
                 return rank
         return None
 
-    def _speak_to(self, machine: int, speaker: int) -> None:
+    def _send_all_to(self, machine: int, leader: int) -> None:
         """Says all to this worker of another machine, also what was said to another one before."""
-        if self._speakers.get(machine) != speaker:
+        if self._leaders.get(machine) != leader:
             with self._lock:
-                self._speakers[machine] = speaker
+                self._leaders[machine] = leader
                 said = tuple(self._said[machine])
             for topic, tensor in said:
-                self._send(speaker, topic, tensor)
+                self._send(leader, topic, tensor)
 
     def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:
         self._sending.append(self._mesh.send(rank, (self._seq, self._name + topic, self.machine), tensor))
@@ -495,11 +473,11 @@ class MachineReduction:
 
 
 class Handover:
-    """Does one worker's part of operations that outlive the loss of any worker, also of a machine's speaker.
+    """Does one worker's part of operations that outlive the loss of any worker, also of a machine's leader.
 
     The workers of a machine all have what their machine gives, and leave it as it is until the operation is
-    over. One of them, the speaker, gets the result from the other machines, out of place, and hands it out.
-    When it is lost before, the next one speaks. The operation between machines is an *attempt*, named after
+    over. One of them, the leader, gets the result from the other machines, out of place, and hands it out.
+    When it is lost before, the next one leads. The operation between machines is an *attempt*, named after
     the ranks that were lost when it began; when another rank is lost, all give it up and begin anew without
     that rank.
 
@@ -515,11 +493,11 @@ class Handover:
         self._mesh = mesh
         self._members = members
         self._pool = BufferPool()
-        self._results: dict[Step, torch.Tensor] = {}
+        self._results: dict[PartKey, torch.Tensor] = {}
         """The results that others may ask for."""
-        self._void: dict[Step, Attempt] = {}
+        self._void: dict[PartKey, LostRanks] = {}
         """Losses that an attempt at an operation must know of, so that its result may be used."""
-        self._awaited: dict[Step, int] = {}
+        self._awaited: dict[PartKey, int] = {}
         """The place of who is to hand out a result to this worker."""
         self._lock = threading.Lock()  # law: of both maps, between the caller's thread and the mesh's loop
         mesh.handle(_RESULT, self._serve_result, payload_type=tuple[int, str, list[int]])
@@ -533,65 +511,65 @@ class Handover:
     def outlive(
         self, seq: int, name: str, present: Sequence[int], work: Callable[[MachineExchange], Steps]
     ) -> Steps:
-        """Gives all workers of this machine what `work` returns to the one that speaks: bytes.
+        """Gives all workers of this machine what `work` returns to the leader: bytes.
 
         `present` are the places of those that have what the machine gives. `work` gives the result and the
         machines that took part; it is done again when somebody is lost.
         """
-        step = (seq, name)
-        for speaker in present:
+        part = (seq, name)
+        for leader in present:
             result = None
-            is_speaker = self._members.mates[speaker] == self._members.rank
-            if is_speaker:
-                result = yield from self._agree(step, present, work, is_successor=speaker != present[0])
-            elif len(self._members.mates) > 1:
-                self._awaited[step] = speaker
-            if len(self._members.mates) > 1:
-                result = yield from self._hand_out(speaker, result)
+            is_leader = self._members.ranks_here[leader] == self._members.rank
+            if is_leader:
+                result = yield from self._agree(part, present, work, is_successor=leader != present[0])
+            elif len(self._members.ranks_here) > 1:
+                self._awaited[part] = leader
+            if len(self._members.ranks_here) > 1:
+                result = yield from self._hand_out(leader, result)
             if result is not None:
-                self._keep(step, result)
+                self._keep(part, result)
                 return result
-            self._awaited.pop(step, None)
-        raise UsageError("nobody is left to speak for this machine.")  # this worker is
+            self._awaited.pop(part, None)
+        raise UsageError("no worker of this machine is left to take part.")  # this worker is
 
     # --- between machines ---
 
     def _agree(
         self,
-        step: Step,
+        part: PartKey,
         present: Sequence[int],
         work: Callable[[MachineExchange], Steps],
         *,
         is_successor: bool,
     ) -> Steps:
         """Makes attempts until this machine has the result that all others have."""
-        (seq, name), should_ask = step, is_successor
+        (seq, name), should_ask = part, is_successor
         while True:
             yield until(lambda: not self._members.is_undecided(seq))
             if self._members.judge_split(seq):
                 assert self._members.split is not None
                 raise self._members.split
             lost = frozenset(self._members.lost)
-            if should_ask and (found := (yield from self._ask(step, lost))) is not None:
+            if should_ask and (found := (yield from self._ask(part, lost))) is not None:
                 return found
             should_ask = True
             name_of_attempt = f"{name}{sorted(lost)} "
             between = MachineExchange(self._mesh, self._members, seq, present, name_of_attempt, lost)
             with contextlib.suppress(LostMeanwhile):
                 result, machines = yield from work(between)
-                if not self._may_use(step, lost, result):
+                if not self._may_use(part, lost, result):
                     yield until(between.is_void)
                     continue
                 with contextlib.suppress(LostMeanwhile):  # whoever does not have the result asks for it
                     yield from between.agree(machines)
                 return result
 
-    def _ask(self, step: Step, lost: Attempt) -> Steps:
+    def _ask(self, part: PartKey, lost: LostRanks) -> Steps:
         """Asks all workers of other machines for the result of an earlier attempt; None when none has it.
 
         PeerLost when one has left that took part: it may have used a result that nobody else has.
         """
-        (seq, name), members = step, self._members
+        (seq, name), members = part, self._members
         others = [
             rank
             for rank in range(members.size)
@@ -625,60 +603,60 @@ class Handover:
     async def _serve_result(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Gives the result of an operation, or promises not to use one of an attempt that is over.
 
-        One whose speaker is lost first looks whether that has handed out a result before.
+        One whose leader is lost first looks whether that has handed out a result before.
         """
         seq, name, lost = head.payload
-        step = (seq, name)
+        part = (seq, name)
 
         def is_clear() -> bool:
-            speaker = self._awaited.get(step)
-            return speaker is None or speaker in self._local.members
+            leader = self._awaited.get(part)
+            return leader is None or leader in self._local.members
 
         await poll_until(is_clear)
         with self._lock:
-            result = self._results.get(step)
+            result = self._results.get(part)
             if result is None:
-                self._void[step] = self._void.get(step, Attempt()) | Attempt(lost)
+                self._void[part] = self._void.get(part, LostRanks()) | LostRanks(lost)
                 return Reply(payload=False)
         return Reply(payload=True, buffers=[view_of(result)] if result.numel() else [])
 
-    def _may_use(self, step: Step, lost: Attempt, result: torch.Tensor) -> bool:
+    def _may_use(self, part: PartKey, lost: LostRanks, result: torch.Tensor) -> bool:
         """Keeps the result of an attempt for others, unless it was promised that it is not used."""
         with self._lock:
-            if not self._void.get(step, lost) <= lost:
+            if not self._void.get(part, lost) <= lost:
                 return False
-            self._results[step] = result
+            self._results[part] = result
             return True
 
-    def _keep(self, step: Step, result: torch.Tensor) -> None:
+    def _keep(self, part: PartKey, result: torch.Tensor) -> None:
         """Keeps the result of a part of an operation that is over here, and forgets those before it."""
         with self._lock:
-            self._results = {step: result}
-            self._void = {other: lost for other, lost in self._void.items() if other[0] >= step[0]}
-            self._awaited.pop(step, None)
+            self._results = {part: result}
+            self._void = {other: lost for other, lost in self._void.items() if other[0] >= part[0]}
+            self._awaited.pop(part, None)
 
     # --- inside the machine ---
 
-    def _hand_out(self, speaker: int, result: torch.Tensor | None) -> Steps:
-        """Gives the speaker's result to all workers of the machine; None when it was lost before."""
+    def _hand_out(self, leader: int, result: torch.Tensor | None) -> Steps:
+        """Gives the leader's result to all workers of the machine; None when it was lost before."""
         size = torch.tensor([0 if result is None else result.numel()])
-        if not (yield from self._copy(speaker, size)):
+        if not (yield from self._copy(leader, size)):
             return None
         num_bytes = int(size.item())
         if result is None:
             result = self.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
-        if num_bytes and not (yield from self._copy(speaker, result)):
+        if num_bytes and not (yield from self._copy(leader, result)):
             return None
         return result
 
-    def _copy(self, speaker: int, tensor: torch.Tensor) -> Steps:
-        """Copies the speaker's tensor to all; False when it was lost before it gave it, on all alike."""
-        handle = self._local.broadcast(tensor, speaker)
+    def _copy(self, leader: int, tensor: torch.Tensor) -> Steps:
+        """Copies the leader's tensor to all; False when it was lost before it gave it, on all alike."""
+        handle = self._local.broadcast(tensor, leader)
         yield until(handle.is_done)
         try:
             handle.wait()
         except ShoalError:
-            if speaker in self._local.members:
+            if leader in self._local.members:
                 raise
             return False
         return True

@@ -66,7 +66,7 @@ class Members:
         """The machine of each rank."""
         self.machine = where[self.rank]
         self._outside = [rank for rank in range(self.size) if where[rank] != self.machine]
-        self.mates = self.ranks_on[self.machine]
+        self.ranks_here = self.ranks_on[self.machine]
         """The ranks of this machine; a rank's place among them is its rank in the machine's own group."""
         self._local = local
         self._monitor = monitor
@@ -82,24 +82,24 @@ class Members:
         self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
         self._window.publish(self._own_table, 0)
         self._own_words = self._own_table.numpy().data
-        self._tables = {self.mates.index(self.rank): self._own_words}
+        self._tables = {self.ranks_here.index(self.rank): self._own_words}
         """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
         behind them the number of an operation that the mate could not finish, and one more than the rank
         that was to blame."""
 
     def read_tables(self) -> None:
         """Finds the tables of this machine's workers, all of which have published theirs."""
-        for place, rank in enumerate(self.mates):
+        for place, rank in enumerate(self.ranks_here):
             if rank != self.rank and (found := self._window.fetch(place).wait()) is not None:
                 self._tables[place] = found.tensor.numpy().data
 
     def place_of(self, rank: int) -> int | None:
         """Gives a rank's place inside this machine; None for those of others."""
-        return self.mates.index(rank) if rank in self.mates else None
+        return self.ranks_here.index(rank) if rank in self.ranks_here else None
 
     def present(self, seq: int) -> list[int]:
         """Lists the ranks that take part in an operation that has not begun."""
-        inside = [self.mates[place] for place in self._local.members]
+        inside = [self.ranks_here[place] for place in self._local.members]
         return sorted(inside + [rank for rank in self._outside if not self.is_gone(rank, seq)])
 
     # --- losses ---
@@ -108,7 +108,7 @@ class Members:
     def lost(self) -> Mapping[int, Loss]:
         """The peers that ended or fell silent without having left."""
         inside = tuple(self._local.lost.items())
-        found = [dataclasses.replace(loss, rank=self.mates[place]) for place, loss in inside]
+        found = [dataclasses.replace(loss, rank=self.ranks_here[place]) for place, loss in inside]
         for loss in (*found, *tuple(self._monitor.lost.values())):
             self._lost.setdefault(loss.rank, loss)
         return self._lost
@@ -169,7 +169,7 @@ class Members:
 
     def failure_of(self, place: int) -> PeerLost:
         """Gives the error of those for whom a worker of this machine spoke that was lost, or failed."""
-        rank = self.mates[place]
+        rank = self.ranks_here[place]
         blamed = self._tables[place][self.size + 1] - 1 if place in self._tables else -1
         if blamed >= 0:
             return (self.lost.get(blamed) or Loss(blamed, "it failed")).error()
@@ -221,7 +221,7 @@ class Members:
         gone_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
         gone_at_s |= self._monitor.left_at_s
         if isinstance(self._local, HostGroup):
-            gone_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
+            gone_at_s |= {self.ranks_here[place]: at_s for place, at_s in self._local.left_at_s.items()}
         cut_at_s = latest[-1].at_s - _NOTICING * silence_s
         gone = [rank for rank, at_s in gone_at_s.items() if at_s > cut_at_s]
         verdict = next((loss for loss in latest if loss.kind == "verdict"), None)

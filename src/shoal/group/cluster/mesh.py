@@ -131,10 +131,9 @@ class Mesh:
         self._transport = StreamTransport(membership=self._membership, limits=limits)
         self._standing = StandingScope("mesh")
         self._mailbox = Mailbox(max_unclaimed_bytes)
-        key = SwarmSecret.parse(secret).derive("connections for tensors")
         self._links = TensorLinks(
             self._mailbox,
-            Handshake(rank, key, self._membership if is_encrypted else None),
+            Handshake(rank, self._membership, is_encrypted=is_encrypted),
             on_arrival=self._arrived,
             on_sent=self.wake,
             on_broken=self._link_broke,

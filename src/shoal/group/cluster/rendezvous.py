@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import logging
 import os
 import platform
 import socket
@@ -29,9 +28,9 @@ from shoal.core.identity import new_secret
 from shoal.core.placement import torchrun_attempt
 from shoal.core.processes import boot_id, network_of, own_address
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE, EncryptChoice
+from shoal.group.base import WaitReport
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _NETWORK = Path("/proc/self/ns/net")
 _PRIVATE = tuple(
@@ -40,7 +39,6 @@ _PRIVATE = tuple(
 )
 """RFC 1918, unique-local (RFC 4193) and link-local addresses; `is_private` of `ipaddress` means many more."""
 dist: Any = torch.distributed  # whose stubs leave the stores out
-_LINE_EVERY_S = 10.0
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.005, 0.1
 _ANSWER_S = 30.0
 _opened: dict[str, int] = {}
@@ -291,15 +289,13 @@ def _reach(where: Address, whom: str, deadline: Deadline) -> None:
 
 
 def _wait_until(is_done: Callable[[], bool], what: Callable[[], str], deadline: Deadline) -> bool:
-    """Looks again and again, and says every ten seconds what it waits for; False at the deadline."""
-    began_s = time.monotonic()
-    line_s, nap_s = began_s + _LINE_EVERY_S, _FIRST_NAP_S
+    """Looks again and again, and says now and then what it waits for; False at the deadline."""
+    report = WaitReport(lambda waited_s: f"waiting for {what()}, {waited_s:.0f} s")
+    nap_s = _FIRST_NAP_S
     while not is_done():
         if deadline.is_past:
             return False
-        if time.monotonic() >= line_s:
-            line_s += _LINE_EVERY_S
-            log.warning("waiting for %s, %.0f s", what(), time.monotonic() - began_s)
+        report.look()
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)
     return True

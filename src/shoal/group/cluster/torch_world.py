@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.core import PeerLost, UsageError
-from shoal.group.base import Group, Reduction
-from shoal.group.cluster.machine_exchange import FREE, PENDING, PendingStep, Steps
+from shoal.group.base import PENDING, Group, Reduction
+from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.functions import share
 from shoal.group.host.engine import put_back
@@ -179,10 +179,10 @@ class TorchOperations:
             self.is_up = True
             return
         backend = self._backend or "nccl"
-        num_mates = len(self._members.mates)
-        if backend == "nccl" and num_mates > torch.cuda.device_count():
+        num_here = len(self._members.ranks_here)
+        if backend == "nccl" and num_here > torch.cuda.device_count():
             raise UsageError(
-                f"NCCL wants a GPU for each worker; {num_mates} workers of this machine have "
+                f"NCCL wants a GPU for each worker; {num_here} workers of this machine have "
                 f"{torch.cuda.device_count()}.",
                 next_step="start fewer workers, or leave out backend=: then workers may share a GPU.",
             )

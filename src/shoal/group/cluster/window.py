@@ -168,7 +168,7 @@ class ClusterWindow(Window):
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
         self._check_open()
-        inside = [self._members.mates[place] for place in self._local.filled()]
+        inside = [self._members.ranks_here[place] for place in self._local.filled()]
         return sorted(inside + [source for source, slot in self._slots.items() if slot.num_writes])
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:

@@ -169,7 +169,8 @@ class HostCollectives:
         is_alike = result.shape == own.shape and result.dtype == own.dtype and result.is_contiguous()
         if place is None or not is_alike or is_overlapping([result_span], [own_span]):
             raise UsageError(
-                "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
+                "exchange(tensor, out=...) needs a tensor in memory of the group, and an `out` of the same "
+                "shape and dtype, contiguous, that does not overlap it.",
                 next_step="take both from group.empty(), or leave out= away.",
             )
         if own.ndim != 1:

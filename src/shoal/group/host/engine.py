@@ -20,13 +20,14 @@ from functools import partial
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError
+from shoal.core import Deadline, PeerLost, ShoalError
 from shoal.group.base import (
-    WAIT_HEARD_EVERY_S,
+    LINE_EVERY_S,
     GroupSettings,
     Handle,
     T,
     WaitListener,
+    WaitReport,
     forked,
     has_left,
     mismatch,
@@ -51,15 +52,12 @@ from shoal.group.host.memory import (
     WakePipes,
 )
 from shoal.group.kernels import OPS
-from shoal.group.operations import TrafficCounter
-from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
 _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
 _DEVICE_BUSY_S, _DEVICE_SPIN_S, _DEVICE_NAP_S = 3e-3, 0.1, 2e-5
 _NAP_S = 5e-3  # a wake-up that came just before the nap is missed for this long
-_LINE_EVERY_S = 10.0
 _give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 Span = tuple[int, int]
@@ -140,6 +138,7 @@ class ProgressEngine:
         """Other work that can make progress whenever this does."""
         self.rank = rank
         self.size = size
+        self._everybody = tuple(range(size))
         self._others = [other for other in range(size) if other != rank]
         self.control = control
         self._counters = control.counters
@@ -303,33 +302,24 @@ class ProgressEngine:
         """
         began_s = time.perf_counter()
         self.blocker = None
-        if deadline is None and self._settings.timeout_s is not None:
-            deadline = Deadline.after(self._settings.timeout_s)
-        next_line_s, next_call_s = began_s + _LINE_EVERY_S, began_s + WAIT_HEARD_EVERY_S
+
+        def line(waited_s: float) -> str:
+            return self._waiting_line(what, waited_s, self.blocker, "" if whom is None else whom())
+
+        report = WaitReport(line, self.on_wait, deadline, self._settings.timeout_s)
         try:
             while True:
                 self.progress()
                 if is_done():
                     return
-                now_s = time.perf_counter()
+                waited_s = time.perf_counter() - began_s
                 # a nap on a GPU's behalf takes 0.08 ms however short it is, a step often 1 ms
-                if now_s - began_s < (self._device_busy_s if self.is_on_device else self._spin_s):
+                if waited_s < (self._device_busy_s if self.is_on_device else self._spin_s):
                     _give_way()
                     continue
                 self.check_own_verdict()
-                if deadline is not None and deadline.is_past:
-                    raise DeadlineExceeded(
-                        f"{self._waiting_line(what, now_s - began_s, whom)}: the deadline has passed.",
-                        next_step="see what that rank does, or give a longer --peer-timeout.",
-                    )
-                if now_s > next_call_s:
-                    next_call_s += WAIT_HEARD_EVERY_S
-                    for hear in self.on_wait:
-                        hear(self.blocker)
-                if now_s > next_line_s:
-                    next_line_s += _LINE_EVERY_S
-                    log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
-                if self.is_on_device and now_s - began_s < _DEVICE_SPIN_S:
+                report.look(self.blocker)
+                if self.is_on_device and waited_s < _DEVICE_SPIN_S:
                     time.sleep(_DEVICE_NAP_S)  # a GPU wakes nobody
                 else:
                     self._nap(is_done)
@@ -348,10 +338,10 @@ class ProgressEngine:
                 next_step="start again with a larger --patience.",
             )
 
-    def members(self) -> list[int]:
+    def members(self) -> Sequence[int]:
         """Lists who takes part in the next operation."""
         if self.control.is_complete():
-            return list(range(self.size))
+            return self._everybody
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
@@ -452,7 +442,7 @@ class ProgressEngine:
         The processor says nothing then: it may be inside a call that waits for the GPU.
         """
         now_s = time.monotonic()
-        if not self._unchecked or now_s - max(self._led_s, self._led_line_s) < _LINE_EVERY_S:
+        if not self._unchecked or now_s - max(self._led_s, self._led_line_s) < LINE_EVERY_S:
             return
         with contextlib.suppress(IndexError):  # the caller's thread has just looked, too
             task, early = self._unchecked[0]
@@ -460,7 +450,7 @@ class ProgressEngine:
             if late:
                 self._led_line_s = now_s
                 what = KINDS[task.words[0]]
-                log.warning("%s", self._waiting_line(what, now_s - self._led_s, None, late[0]))
+                log.warning("%s", self._waiting_line(what, now_s - self._led_s, late[0]))
 
     def _count_wait(self, waited_s: float) -> None:
         if self.blocker is not None:
@@ -584,11 +574,9 @@ class ProgressEngine:
         if self._counters[self.rank][LEFT] != NOT_YET:
             raise has_left(self.name_of(self.rank))
 
-    def _waiting_line(
-        self, what: str, waited_s: float, whom: Callable[[], str] | None, who: int | None = None
-    ) -> str:
-        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker if who is None else who
-        outside = whom() if whom is not None else ""
+    def _waiting_line(self, what: str, waited_s: float, who: int | None, outside: str = "") -> str:
+        """Says for whom this worker waits: a rank of this machine, or what `outside` says."""
+        line = f"rank {self.name_of(self.rank)}: {what}"
         if outside:
             return f"{line}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
@@ -606,36 +594,6 @@ class ProgressEngine:
                 self.pipes.sleep(_NAP_S)
         finally:
             self.control.set(ASLEEP, 0)
-
-
-class HostTrafficCounter(TrafficCounter):
-    """Counts the bytes of a worker in a group of one machine, as a network would have carried them."""
-
-    def __init__(self, engine: ProgressEngine) -> None:
-        super().__init__(engine.rank, engine.size)
-        self._engine = engine
-        self._is_complete = engine.control.is_complete
-
-    def exchange(self, size_bytes: int, weights: Weights) -> None:
-        """Counts what goes to and comes from those that the weights name and that are there."""
-        sources: Iterable[int] = weights.sources
-        destinations = sources if weights.destinations is None else weights.destinations
-        if not self._is_complete():
-            members = self._engine.members()
-            destinations = [rank for rank in destinations if rank in members]
-            sources = [rank for rank in sources if rank in members]
-        for rank in destinations:
-            self.sent_to[rank] += size_bytes
-        for rank in sources:
-            self.received_from[rank] += size_bytes
-
-    def write(self, size_bytes: int, to: int) -> None:
-        """Counts a write into a window of `to`, if it is there."""
-        if to != self._rank and (self._is_complete() or to in self._engine.members()):
-            self.sent_to[to] += size_bytes
-
-    def _members(self) -> Sequence[int]:
-        return range(self._size) if self._is_complete() else self._engine.members()
 
 
 def _describe(words: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from shoal.group.base import (
 from shoal.group.functions import spread_over_ranks
 from shoal.group.host.collectives import NO_PLACE, STAGE_BYTES, DeviceCollectives, HostCollectives
 from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
-from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle, span_of
+from shoal.group.host.engine import KINDS, ProgressEngine, Task, TasksHandle, span_of
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
 from shoal.group.host.memory import (
@@ -49,6 +49,7 @@ from shoal.group.host.memory import (
 )
 from shoal.group.host.window import HostWindow, WindowSet, agree_on_sources
 from shoal.group.kernels import OPS, check_average, check_reduction
+from shoal.group.operations import TrafficCounter
 from shoal.topology import MachineWeights, Weights
 
 _LEAVING_S = 10.0
@@ -135,7 +136,7 @@ class HostGroup(Group):
         self._on_device = DeviceCollectives(engine, self._devices)
         self._on_host = HostCollectives(engine, arena, stage)
         engine.on_wait = self.on_wait
-        self._counter = HostTrafficCounter(engine)
+        self._counter = TrafficCounter(self.rank, self.size, engine.members)
         self._windows = WindowSet(engine, arena, self._counter, self._devices)
         self._is_open = True
         self.announce = engine.announce
@@ -147,7 +148,7 @@ class HostGroup(Group):
     @property
     def members(self) -> Sequence[int]:
         """The ranks that still take part."""
-        return self._engine.members()
+        return list(self._engine.members())
 
     @property
     def lost(self) -> Mapping[int, Loss]:
@@ -363,7 +364,7 @@ class HostGroup(Group):
         state, file, offset = next((answer for answer in answers if answer[0]), (_NOTHING, 0, 0))
         if state == _NO_ROOM:
             raise MemoryFull(
-                f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
+                f"No room for {self.size} times {region / 1e6:.1f} MB of shared memory.",
                 cause="/dev/shm and the temporary folder are full.",
                 next_step="free some space there, or point TMPDIR to a folder with more.",
             )

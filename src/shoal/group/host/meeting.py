@@ -32,7 +32,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.processes import is_own_user, own_socket_address
-from shoal.group.base import rank_to_blame
+from shoal.group.base import WaitReport, rank_to_blame
 from shoal.group.host.memory import MemoryRange
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _MAX_BYTES = 1 << 16
 MAX_WORKERS = 250
 """Of one machine: the kernel passes 253 descriptors at once, and the shared files are among them."""
 _RETRY_S = 0.005
-_LINE_EVERY_S = 10.0
+_LOOK_S = 0.05
 _SPEAKING_S = 10.0
 """For one who has begun to speak, or should at once: longer means that it is stopped."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
@@ -173,16 +173,13 @@ class _Wait:
 
     def __init__(self, deadline: Deadline) -> None:
         self.deadline = deadline
-        self._clock = deadline.clock
-        self._began_s = self._next_line_s = self._clock.now_s()
-        self._next_line_s += _LINE_EVERY_S
+        self._whom = ""
+        self._report = WaitReport(lambda waited_s: f"waiting for {self._whom}, {waited_s:.0f} s")
 
     def look(self, whom: str) -> None:
         """Says now and then who is being waited for."""
-        now_s = self._clock.now_s()
-        if now_s >= self._next_line_s:
-            self._next_line_s = now_s + _LINE_EVERY_S
-            log.warning("waiting for %s, %.0f s", whom, now_s - self._began_s)
+        self._whom = whom
+        self._report.look()
 
     def until_readable(self, sources: Iterable[socket.socket], whom: str, late: ShoalError) -> list[int]:
         """Finds the descriptors of those that have something to say, or have ended; raises `late`."""
@@ -190,11 +187,10 @@ class _Wait:
         for source in sources:
             poll.register(source, select.POLLIN)
         while True:
-            self.look(whom)
-            next_line_s = max(0.0, self._next_line_s - self._clock.now_s())
-            ready = poll.poll(1000 * min(self.deadline.remaining_s, next_line_s) + 1)
+            ready = poll.poll(1000 * min(self.deadline.remaining_s, _LOOK_S) + 1)
             if ready:
                 return [descriptor for descriptor, _ in ready]
+            self.look(whom)
             if self.deadline.is_past:
                 raise late
 
@@ -295,7 +291,7 @@ def _hand_over(worker: socket.socket, rank: int, met: MeetingWelcome, wait: _Wai
 
 def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> MeetingWelcome:
     late = DeadlineExceeded(
-        f"rank {request.rank} waited for the other workers in vain.",
+        f"rank {request.rank} has joined, and the other workers have not come in time.",
         next_step="see which rank has not called shoal.init().",
     )
     with contextlib.ExitStack() as received, _connect(address, request, wait) as host:

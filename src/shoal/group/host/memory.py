@@ -94,7 +94,7 @@ def open_files(folder: Path | None) -> list[int]:
             files.append(descriptor)
     if not files:
         raise UsageError(
-            f"No file for shared memory can be made in {' or '.join(map(str, [*folders, temporary]))}.",
+            f"No file for shared memory can be created in {' or '.join(map(str, [*folders, temporary]))}.",
             next_step="make one of them writable, or set TMPDIR.",
         )
     return files
@@ -188,7 +188,10 @@ class MappedMemory(Generic[AnySegment]):
         for segment in self._segments:
             if 0 <= code - segment.code < segment.stride_bytes:
                 return segment, code - segment.code
-        raise UsageError("A peer names memory that this worker has given back.")
+        raise UsageError(
+            "Another worker refers to memory of the group that this one has given back.",
+            next_step="call free() at the same place on all workers.",
+        )
 
     def forget(self, segment: AnySegment) -> None:
         """Forgets a segment; it is unmapped when its last tensor is gone."""
@@ -235,7 +238,7 @@ class Arena(MappedMemory[FileSegment]):
                 )
             return MemoryRange(index, offset, size)
         raise MemoryFull(
-            f"Shared memory for {size / 1e6:.1f} MB is not to be had: {' and '.join(full)} full.",
+            f"No room for {size / 1e6:.1f} MB of shared memory: {' and '.join(full)} full.",
             next_step="free some space there, or point TMPDIR to a folder with more.",
         )
 

@@ -33,12 +33,15 @@ from typing import Any, Self
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, UsageError
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import (
+    PENDING,
     Done,
     Group,
     Handle,
+    Pending,
+    PolledHandle,
     Snapshot,
     T,
     Window,
@@ -50,7 +53,7 @@ from shoal.group.base import (
 )
 from shoal.group.functions import share
 from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
-from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
+from shoal.group.host.engine import ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
     DEVICE_PUBLISHED,
@@ -64,6 +67,7 @@ from shoal.group.host.memory import (
     code_of,
 )
 from shoal.group.kernels import MAX_NOTE_BYTES, check_write, copy_out, write_first, write_more
+from shoal.group.operations import TrafficCounter
 
 _PUBLICATION_LOCKS = 1 << 61
 """Where the locks of publications begin; those of slots lie at the slot's own place in memory."""
@@ -71,8 +75,6 @@ _LOCK_STRIDE = 1 << 10
 """Bytes for each publication: one for each rank that may read it."""
 _FLOCK = struct.Struct("@hhqqi0q")
 _held_in_process: dict[tuple[int, int, int], tuple[FileLocks, int]] = {}
-Attempt = Callable[[], list[T] | None]
-"""Tries once and never blocks: None for 'not yet', else the result alone in a list."""
 _CURRENT, _RECLAIMED, _CHANGE, _OPENED, _RECORDS = range(5)
 """Words of an entry in a table of publications; two records follow."""
 _NAME, _PLACE, _RECORD_WORDS = 0, 1, 6
@@ -261,11 +263,7 @@ class HostWindow(Window):
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Names memory of the group for others to read, where it lies."""
         self._check_open()
-        if tensor.numel() != self.num_elements or tensor.dtype != self.dtype:
-            raise TensorError(
-                f"{tensor.numel()} elements of {tensor.dtype} do not fit window {self.name!r}, in which "
-                f"{self.num_elements} of {self.dtype} are published."
-            )
+        check_write(Write("put", tensor), self)
         if version < 0:
             raise UsageError(f"Version {version} of {self.name!r} is negative.", next_step="count from 0.")
         memory = self._shared.devices if self._shared.devices.takes(tensor) else self._shared.arena
@@ -345,39 +343,39 @@ class HostWindow(Window):
             self._engine.control.publication,
         )
 
-        def attempt() -> list[int | None] | None:
+        def attempt() -> int | Pending | None:
             if self._engine.is_gone(peer):
-                return [None]
+                return None
             found = table.newest(peer, self._key)
             if found is None:
-                return None if version else [None]
+                return PENDING if version else None
             if found.version < version:
-                return None
+                return PENDING
             if peer == self._rank:
-                return [copy_out(found, into, self.name)]
+                return copy_out(found, into, self.name)
             lock = _lock_of(peer, found.index) + self._rank
             # one that waits to change it comes first: readers alone would never let it
             if publication(peer, found.index)[_CHANGE] != _SETTLED or not locks.try_take(lock):
-                return None
+                return PENDING
             try:
                 if publication(peer, found.index)[_CHANGE] == _CHANGING:
-                    return None  # it has ended in the midst of it
+                    return PENDING  # it has ended in the midst of it
                 # only what is found under the lock stays as it is
                 held = table.newest(peer, self._key)
                 if held is None or held.index != found.index or held.version < version:
-                    return None
+                    return PENDING
                 was_intact = held.is_intact()
                 got = copy_out(held, into, self.name)
                 if self._shared.devices.takes(held.tensor):
                     self._shared.devices.device.caller.synchronize()  # it may be changed from now on
                 if was_intact and not held.is_intact():
-                    return None  # it was reclaimed or closed meanwhile, and may have been written
+                    return PENDING  # it was reclaimed or closed meanwhile, and may have been written
             finally:
                 locks.release(lock)
                 self._engine.pipes.wake(peer)
             self._engine.check_own_verdict()
             self._shared.counter.received_from[peer] += into.nbytes
-            return [got]
+            return got
 
         what = f"read {self.name!r} of rank {self._engine.name_of(peer)}"
         return self._shared.pending.begin((self, object()), what, attempt)
@@ -403,21 +401,21 @@ class HostWindow(Window):
         check_write(write, self)
         self._shared.counter.write(write.tensor.nbytes, to)
 
-        def attempt() -> list[None] | None:
+        def attempt() -> Pending | None:
             if self._engine.is_gone(to):
-                return [None]
-            if not self._shared.locks.try_take(cell.lock):
                 return None
+            if not self._shared.locks.try_take(cell.lock):
+                return PENDING
             try:
                 if write.kind == "send" and cell.words[_NUM_WRITES]:
-                    return None
+                    return PENDING
                 if not cell.is_written():
-                    return None  # one after the other, so that the owner finds a moment to read
+                    return PENDING  # one after the other, so that the owner finds a moment to read
                 cell.write(write)
             finally:
                 self._shared.locks.release(cell.lock)
             self._engine.pipes.wake(to)
-            return [None]
+            return None
 
         what = f"{write.kind} to rank {self._engine.name_of(to)} in window {self.name!r}"
         return self._shared.pending.begin((self, to), what, attempt)
@@ -509,7 +507,7 @@ class WindowSet:
 
     engine: ProgressEngine
     arena: Arena
-    counter: HostTrafficCounter
+    counter: TrafficCounter
     devices: DeviceMemory
 
     def __post_init__(self) -> None:
@@ -739,15 +737,17 @@ class PendingWrites:
         self._pid = os.getpid()
         engine.besides = self.progress
 
-    def begin(self, queue: tuple[HostWindow, object], what: str, attempt: Attempt[T]) -> Handle[T]:
+    def begin(
+        self, queue: tuple[HostWindow, object], what: str, attempt: Callable[[], T | Pending]
+    ) -> Handle[T]:
         """Does it now, or as soon as possible after those before it in its queue."""
         self._engine.check_usable()
         if queue in self._queues:
             self.progress()
         if queue not in self._queues:
             result = attempt()
-            if result is not None:
-                return Done(result[0])
+            if result is not PENDING:
+                return Done(result)
         pending = _PendingWrite(self._engine, what, attempt)
         self._queues.setdefault(queue, deque()).append(pending)
         return pending
@@ -777,38 +777,21 @@ class PendingWrites:
                 pending.error = UsageError(why, next_step="wait for its handle first.")
 
 
-@dataclass(eq=False, slots=True)
-class _PendingWrite(Handle[T]):
-    engine: ProgressEngine
-    what: str
-    attempt: Attempt[T]
-    result: list[T] | None = None
-    error: ShoalError | None = None
-
-    def try_again(self) -> bool:
-        """Makes one more attempt; tells whether it is over."""
-        if not self._is_over():
-            try:
-                self.result = self.attempt()
-            except ShoalError as error:
-                self.error = error
-        return self._is_over()
+class _PendingWrite(PolledHandle[T]):
+    def __init__(self, engine: ProgressEngine, what: str, attempt: Callable[[], T | Pending]) -> None:
+        super().__init__(attempt)
+        self._engine = engine
+        self._what = what
 
     def wait(self, deadline: Deadline | None = None) -> T:
         if not self.is_done():
-            self.engine.wait_until(self._is_over, deadline, self.what)
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result[0]
+            self._engine.wait_until(lambda: self.is_over, deadline, self._what)
+        return super().wait()
 
     def is_done(self) -> bool:
-        if not self._is_over():
-            self.engine.progress()  # which tries those before it, too
-        return self._is_over()
-
-    def _is_over(self) -> bool:
-        return self.result is not None or self.error is not None
+        if not self.is_over:
+            self._engine.progress()  # which tries those before it, too
+        return self.is_over
 
 
 class FileLocks:
