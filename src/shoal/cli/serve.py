@@ -31,7 +31,8 @@ from shoal.report.units import counted, scale_for
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
     from shoal.experts.config import HostingConfig
-    from shoal.experts.server.hosting import Hosting, HostStatus
+    from shoal.experts.server.hosting import Hosting
+    from shoal.experts.status import HostStatus
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6
