@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import torch
 
 from shoal.core import (
@@ -41,9 +42,9 @@ from shoal.experts.server.publishing import Publishing
 from shoal.experts.server.replicas import Replicas
 from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
-from shoal.experts.status import ExpertStatus, HostStatus
+from shoal.experts.status import MAX_TOLD, STATUS, ExpertStatus, HostStatus
 from shoal.report.pages import Page, PageServer, Site
-from shoal.transport import Endpoint, Limits, Membership
+from shoal.transport import Endpoint, Head, Limits, Membership, Reply
 from shoal.transport.limits import GIB, MIB
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Hosting:
             if self.dht is not None and set(uids) != set(config.uid):
                 uids = await self._choose_again(server, self.dht, saved)
             self._began_s = SYSTEM_CLOCK.now_s()
+            self.endpoint.routes.add(STATUS, self._serve_status, None, None)
+            closing.callback(self.endpoint.routes.remove, STATUS)
             if config.metrics_port is not None:
                 address = Address(config.metrics_host, config.metrics_port)
                 metrics = MetricsServer(address, lambda: metrics_text(self.moment()))
@@ -190,7 +193,12 @@ class Hosting:
             num_averaged=0 if self._replicas is None else self._replicas.num_averaged,
             num_copied=0 if self._replicas is None else self._replicas.num_copied,
             num_adopted=0 if self._adopting is None else self._adopting.num_adopted,
+            expert_class=self.config.expert_class,
         )
+
+    def _serve_status(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        moment = self.moment()
+        return Reply(msgspec.structs.replace(moment, experts=moment.experts[:MAX_TOLD]))
 
     # --- how it begins ---
 
