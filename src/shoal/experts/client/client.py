@@ -159,8 +159,6 @@ class ExpertClient(BlockingBridge):
 
     def expert(self, uid: str, *peers: Peer | Address | str) -> RemoteExpert:
         """An expert at these servers; without any, at those that the DHT knows."""
-        from shoal.experts.client.client import RemoteExpert
-
         return RemoteExpert(self, uid, [self._servers.known_peer(_peer(peer)) for peer in peers])
 
     @property
