@@ -15,6 +15,7 @@ from shoal.bench.experts import (
     config_of,
     ensure_files,
     experts_items,
+    long_run,
     summarize_experts,
 )
 from shoal.bench.frame import make_scenario
@@ -380,6 +381,29 @@ def test_the_lines_hold_what_the_document_prints():
     assert "Warning" not in text
     forward = text_of(report_of(outcome(), backward=False))
     assert "\nThroughput, forward: 500 samples/s\n" in forward
+
+
+def test_a_preset_prints_the_documents_figure_beside_its_own():
+    told = {}
+    for preset, more in (("default", {}), ("ffn_forward", {}), ("nop", {}), ("default", {"batch_size": 10})):
+        numbers = {"num_experts": None, "num_clients": None, "num_batches_per_client": None}
+        asked = {"client_processes": 2, "batch_size": None, "backward": None, **more}
+        report = report_of(outcome(), preset=preset, **numbers, **asked)
+        lines = [line for line in text_of(report).splitlines() if line.startswith("hivemind's document")]
+        result = summarize_experts(report)
+        told[preset, *more] = (*lines, result.get("published_samples_per_s"))
+    assert told == {
+        ("default",): ("hivemind's document, on a GeForce GTX 1080 Ti: 28,581 samples/s", 28581.213),
+        ("ffn_forward",): ("hivemind's document, on a GeForce GTX 1080 Ti: 97,604 samples/s", 97604.282),
+        ("nop",): (None,),
+        ("default", "batch_size"): (None,),
+    }
+
+
+def test_a_run_that_computing_alone_makes_long_says_so_before_it_begins():
+    config = config_of("default", {"device": "cpu", "client_processes": 8})
+    assert "computing 4,194,304 samples takes 70 minutes or more on cpu" in long_run(config, 1000.0)
+    assert long_run(config, 1e6) is None
 
 
 def test_a_gpu_tells_its_name_and_memory(monkeypatch):

@@ -128,6 +128,42 @@ def test_what_cannot_be_is_told(arguments, complaint):
     assert complaint in str(done.exception)
 
 
+def test_learning_at_homes_command_is_understood_as_written(watched):
+    outcome = run(
+        "-a", 2, "-p", 0, "--block-type", "ffn", "--hid-dim", 8, "--layers-per-gpu", 3, "--device", "cpu"
+    )
+    assert outcome.exit_code == 0, outcome.output
+    ((_, uids, config),) = watched
+    assert uids == ["expert0", "expert1", "expert2"]
+    assert (config.expert_class, config.num_loops, config.hidden_dim) == ("lah-ffn", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (({}, "transformer", 3), {"expert_class": "lah-transformer", "num_experts": 56, "device": "cuda:3"}),
+        (({"num_experts": 2}, "ffn", None), {"expert_class": "lah-ffn", "num_experts": 2}),
+        (({"device": "cpu"}, None, None), {}),
+    ],
+)
+def test_learning_at_homes_flags_mean_ours(given, told):
+    assert module._as_written(*given) == told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpu", 0, "--device", "cpu"),
+        ("--block-type", "ffn", "--expert-class", "ffn"),
+        ("--port", 1, "--listen", "127.0.0.1:1"),
+    ],
+)
+def test_what_is_said_twice_is_refused(arguments):
+    caught = run(*arguments).exception
+    assert isinstance(caught, UsageError)
+    assert "give one of them" in caught.next_step
+
+
 def test_help_names_every_flag_with_its_default(capsys):
     assert program.run(["serve", "--help"]) == 0
     said = capsys.readouterr().out

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import connect, settings
 from shoal.dht.crawl import Crawl, Visited
 from shoal.dht.wire import About
+from shoal.experts import HostingConfig, hosted
 
 app = typer.Typer()
 app.command()(status)
@@ -51,6 +53,33 @@ def test_who_is_there_and_what_they_hold(tmp_path):
         assert {each["peer_id"] for each in document["peers"]} == {str(first.peer_id), str(second.peer_id)}
         assert all(each["num_contacts"] == 1 for each in document["peers"])
         assert [peer.id for peer in first.peers()] == [second.peer_id]
+
+
+def test_experts_are_shown_with_their_server_and_what_it_does(tmp_path):
+    config = HostingConfig(
+        expert_class="nop",
+        hidden_dim=8,
+        device="cpu",
+        num_loops=1,
+        uid=("nop.1", "nop.2"),
+        listen="127.0.0.1:0",
+    )
+    with connect(listen="127.0.0.1:0") as first:
+        joining = msgspec.structs.replace(config, join=(str(first.address),))
+        replica = msgspec.structs.replace(joining, uid=("nop.2",))
+        with hosted(joining) as (host, _), hosted(replica) as (other, _):
+            done = run("--join", first.address, "--json", tmp_path / "status.json")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("samples/s") == 1
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("nop.")]
+    servers = {host.peer_id.short, other.peer_id.short}
+    assert [row[:2] + row[3:4] for row in rows] == [["nop.1", "nop", "1"], *2 * [["nop.2", "nop", "2"]]]
+    assert rows[0][2] == host.peer_id.short
+    assert {row[2] for row in rows[1:]} == servers
+    assert all(row[4:] == ["0%", "0", "0"] for row in rows)
+    assert last_line(done.stdout)["num_experts"] == 2
+    document = json.loads((tmp_path / "status.json").read_text())
+    assert {each["server"] for each in document["experts"]} == servers
 
 
 def test_two_swarms_are_told_apart_and_json_stands_alone():

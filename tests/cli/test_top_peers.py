@@ -2,6 +2,7 @@ from shoal.cli.status import swarm_shot
 from shoal.core import Address, Peer, PeerId
 from shoal.dht.crawl import Crawl, Visited
 from shoal.dht.wire import About
+from shoal.experts.status import SeenExpert
 
 START = Address("10.0.0.7", 1001)
 
@@ -37,3 +38,12 @@ def test_peers_stay_where_they_are_from_one_look_to_the_next():
     assert shot.result["num_peers"] == len(shot.document["peers"]) == 2
     assert 'shoal_peer_records{peer="' in shot.metrics
     assert "shoal_swarm_peers 2\n" in shot.metrics
+
+
+def test_experts_stand_below_the_peers():
+    expert = SeenExpert("ffn.1", "ffn", "01010101", 2, 3, 0.5, 120.0)
+    shot = swarm_shot(Crawl([visited(1, 0.02)], [], 0, 1, 1), [START], [expert])
+    (table,) = shot.terminal.more_tables
+    assert table.rows == [("ffn.1", "ffn", "01010101", "2", "50%", "3", "120")]
+    assert table in shot.terminal.items()
+    assert shot.document["experts"][0]["samples_per_s"] == 120.0

@@ -67,9 +67,9 @@ SHORTER = (
     ("shoal bench latency", r"--gpus [\d ]+", FEW_PINGS),
     ("shoal bench convergence", "", FEW_UPDATES),
     (
-        "shoal serve --expert-class lah-ffn",
-        r"--hidden-dim \S+|--num-experts \S+|--listen \S+",
-        "--hidden-dim 16 --num-experts 2 --listen 127.0.0.1:0",
+        "shoal serve --port",
+        r"--port \S+|--gpu \S+|--hid-dim \S+|--layers-per-gpu \S+",
+        "--port 0 --device cpu --hid-dim 16 --layers-per-gpu 2",
     ),
     ("shoal run", r"-np \S+|-H \S+|--min-np \S+", "-np 2"),
 )
@@ -204,13 +204,15 @@ def test_ranks_that_are_started_by_hand_meet_and_the_first_reports(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_the_latency_benchmark_asks_a_server_that_runs_already(tmp_path):
-    (serve,) = (command for command in COMMANDS if "--expert-class lah-ffn" in command)
+    (serve,) = (command for command in COMMANDS if command.startswith("shoal serve --port"))
     (ask,) = (command for command in COMMANDS if "--hosts" in command)
     port = str(free_port())
     few = ["--hid-dim", "16", "--layers-per-gpu", "2", "--linspace-points", "1", "-j", "2"]
     few += ["--batches-for-throughput", "2", "--throughput-runs", "2"]
+    words = shortened(serve)
+    words[words.index("--port") + 1] = port
     server = subprocess.Popen(
-        as_process([*shortened(serve)[:-1], f"127.0.0.1:{port}"]),
+        as_process(words),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -65,7 +65,7 @@ def test_nothing_changes():
 
 def test_the_mode_comes_back_after_an_error():
     module = nn.Sequential(nn.Linear(5, 5))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UsageError, match="The module fails"):
         discover_schema(module, row())
     assert module.training
 
@@ -110,3 +110,18 @@ def test_a_wrong_example_is_told_what_was_expected(example):
     with pytest.raises(UsageError, match="The example of an expert is") as caught:
         Expert("a", nn.Linear(4, 2), example)
     assert "keyword arguments" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("example", "shown"),
+    [
+        (torch.zeros(3, 5), r"float32\[3, 5\]"),
+        ((torch.zeros(3, 4), torch.zeros(3, 4)), r"float32\[3, 4\], float32\[3, 4\]"),
+        ((torch.zeros(3, 4), {"mask": torch.zeros(3)}), r"float32\[3, 4\], mask=float32\[3\]"),
+        (torch.zeros(3, 4, dtype=torch.int64), r"int64\[3, 4\]"),
+    ],
+)
+def test_an_example_that_the_module_does_not_take_is_shown_beside_what_it_takes(example, shown):
+    with pytest.raises(UsageError, match=f"given the example: {shown}") as caught:
+        Expert("a", nn.Linear(4, 2), example)
+    assert "Linear.forward(input" in caught.value.next_step

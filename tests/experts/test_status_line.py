@@ -1,4 +1,5 @@
-from shoal.experts.server.hosting import ExpertStatus, HostStatus
+from shoal.core import Address, Peer
+from shoal.experts.status import ExpertStatus, HostStatus, seen_experts
 
 
 def expert(uid, num, num_clipped=0):
@@ -18,3 +19,22 @@ def test_the_line_tells_what_happened_since_the_one_before():
     clipped = moment(10.0, expert("a", 1, 3), expert("b", 1, 4), num_failed=1)
     assert clipped.line(clipped).endswith("0 batches, 7 clipped, 1 failed")
     assert moment(13.0, is_leaving=True).line(moment(12.0)).endswith("0 experts, 0 batches, leaving")
+
+
+def test_rates_are_those_since_the_look_before():
+    first, second = Peer(Address("127.0.0.1", 1)), Peer(Address("127.0.0.1", 2))
+    before = {first: moment(10.0, expert("a", 1))}
+    now = {
+        second: moment(3.0, expert("a", 1)),
+        first: moment(12.0, expert("a", 2), expert("b", 1), num_waiting=5),
+    }
+    seen = [
+        (each.uid, each.server, each.num_replicas, each.num_waiting) for each in seen_experts(now, before)
+    ]
+    assert seen == [
+        ("a", str(first.address), 2, 5),
+        ("a", str(second.address), 2, 0),
+        ("b", str(first.address), 1, 5),
+    ]
+    rates = [(each.load, each.samples_per_s) for each in seen_experts(now, before)]
+    assert rates == [(0.25, 15.0), (None, None), (None, None)]

@@ -61,13 +61,19 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool = True
     expert_class: str = "ffn"
     should_raise_file_limit: bool = False
+    published_samples_per_s: float | None = None
+    """What hivemind's document tells of it, where it does."""
 
+
+PUBLISHED_ON = "GeForce GTX 1080 Ti"
+"""The device of the document's figures."""
+_LONG_S = 60.0  # of computing alone: such a run is announced
 
 _SMALL = Preset(num_experts=1, num_clients=512, batch_size=1, max_batch_size=8192)
 PRESETS: dict[str, Preset] = {
-    "default": Preset(),
-    "ffn_forward_backward": Preset(),
-    "ffn_forward": Preset(backward=False),
+    "default": Preset(published_samples_per_s=28_581.213),
+    "ffn_forward_backward": Preset(published_samples_per_s=28_581.213),
+    "ffn_forward": Preset(backward=False, published_samples_per_s=97_604.282),
     "ffn_small_batch": Preset(num_experts=4, batch_size=32, max_batch_size=8192, backward=False),
     "ffn_small_batch_512clients": _SMALL,
     "ffn_small_batch_512clients_32handlers": msgspec.structs.replace(_SMALL, num_handlers=32),
@@ -195,6 +201,26 @@ def preset_named(name: str) -> Preset:
             next_step=f"give --preset one of {', '.join(PRESETS)}.",
         )
     return preset
+
+
+def long_run(config: ExpertsConfig, local_samples_per_s: float) -> str | None:
+    """What to say beforehand of a run that takes minutes, by what the module alone does; None of others."""
+    least_s = ratio(config.num_samples, local_samples_per_s)
+    if least_s < _LONG_S:
+        return None
+    return (
+        f"computing {config.num_samples:,} samples takes {least_s / 60:,.0f} minutes or more on "
+        f"{config.device}; --num-batches-per-client makes it shorter"
+    )
+
+
+def published_samples_per_s(config: ExpertsConfig) -> float | None:
+    """What the document tells of such a run; None of others, whose flags change what is asked, too."""
+    preset = preset_named(config.preset)
+    asked = ("num_experts", "num_clients", "batch_size", "backward", "expert_class")
+    is_changed = any(getattr(config, name) != getattr(preset, name) for name in asked)
+    is_changed = is_changed or (config.hidden_dim, config.num_batches_per_client) != (1024, 16)
+    return None if is_changed else preset.published_samples_per_s
 
 
 def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
@@ -399,6 +425,8 @@ class ExpertsScenario:
 
         tell("experts without a network")
         outcome.local_samples_per_s.append(server.ask("local"))
+        if (long := long_run(config, outcome.local_samples_per_s[0])) is not None:
+            tell(long)
         clients = counted(config.num_clients, "client")
         processes = counted(config.client_processes, "process", "processes")
         tell(f"connecting {clients} in {processes}")
@@ -540,6 +568,8 @@ def summarize_experts(report: Report) -> dict[str, Any]:
         result["conditions"] = _conditions(config, len(starts))
         each = [_figures(start) for start in starts]
         result["headline"] = _headline(each, config)
+        if (published := published_samples_per_s(config)) is not None:
+            result["published_samples_per_s"] = published
         names = dict.fromkeys(name for figures in each for name in figures)
         for name in names:
             values = [figures[name] for figures in each if name in figures]
@@ -679,6 +709,8 @@ def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
     yield f"Processed {figures['num_samples']:,.0f} examples in {figures['seconds']:.3f} s"
     passes = "forward + backward" if config.backward else "forward"
     yield f"Throughput, {passes}: {figures['samples_per_s']:,.0f} samples/s"
+    if (published := published_samples_per_s(config)) is not None:
+        yield f"hivemind's document, on a {PUBLISHED_ON}: {published:,.0f} samples/s"
     yield (
         f"Beside it: a bare echo of the same frames {figures['echo_samples_per_s']:,.0f} samples/s, the "
         f"module alone {figures['local_samples_per_s']:,.0f} samples/s"

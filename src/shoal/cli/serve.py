@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -21,6 +21,7 @@ from shoal.cli.flags import parameter_of, with_parameters
 from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
 from shoal.cli.output import ends_by_signal, live_line, say, say_listening
 from shoal.core.clock import SYSTEM_CLOCK
+from shoal.core.errors import UsageError
 from shoal.core.ids import Address
 from shoal.core.run_options import Flag, OptionInfo
 from shoal.experts.config import options
@@ -30,11 +31,17 @@ from shoal.report.units import counted, scale_for
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
     from shoal.experts.config import HostingConfig
-    from shoal.experts.server.hosting import Hosting, HostStatus
+    from shoal.experts.server.hosting import Hosting
+    from shoal.experts.status import HostStatus
 
 _NUM_FILES = 8192
 _MAX_NAMED = 6
-_ALIASES = {"num_loops": ("--num-handlers",)}
+_ALIASES = {
+    "num_loops": ("--num-handlers", "-a", "--handler-processes"),
+    "hidden_dim": ("--hid-dim",),
+    "num_experts": ("--layers-per-gpu",),
+}
+_NUM_LAYERS = 56  # that Learning@home's server has where it is not told
 _METAVARS = {"listen": "HOST:PORT", "join": "HOST:PORT", "checkpoint_dir": "DIR", "uid": "UID"}
 
 
@@ -68,6 +75,23 @@ def serve(
             metavar="FILE", help="TOML with the names of these flags; flags win.", show_default=False
         ),
     ] = None,
+    block_type: Annotated[
+        Literal["ffn", "transformer"] | None,
+        typer.Option(
+            help="Blocks of Learning@home, as --expert-class lah-ffn; 56 without --layers-per-gpu.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Compute on this GPU, as --device cuda:N.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "-p", "--port", min=0, max=65535, help="Listen at this port, as --listen.", show_default=False
+        ),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Serve experts, pieces of a model, to other peers, until Ctrl-C.
@@ -83,12 +107,14 @@ def serve(
     began_s = SYSTEM_CLOCK.now_s()
     own_the_process()
     given = {name: value for name, value in flags.items() if value is not None}
-    told = load_config(config, given)
+    told = load_config(config, {**given, **_as_written(given, block_type, gpu)})
+    if port is not None and told.listen is not None:
+        raise UsageError("--port and --listen say where to listen.", next_step="give one of them.")
     _allow_open_files()
     with claimed_identity(_path(told.identity_file)) as identity, ends_by_signal():
         lists = (_path(told.allow_file), _path(told.deny_file))
         member = member_of(identity, _path(told.secret_file), lists, is_insecure=told.insecure)
-        told = _with_address(told, is_open=told.insecure or member.membership is not None)
+        told = _with_address(told, port or 0, is_open=told.insecure or member.membership is not None)
         from shoal.experts.server.hosting import hosted
 
         with hosted(told, identity, member.membership) as (hosting, loop):
@@ -114,10 +140,27 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _with_address(config: HostingConfig, *, is_open: bool) -> HostingConfig:
+def _as_written(given: dict[str, Any], block_type: str | None, gpu: int | None) -> dict[str, Any]:
+    """What the flags of Learning@home's server mean; UsageError beside our own for the same."""
+    told: dict[str, Any] = {}
+    if block_type is not None:
+        told = {"expert_class": f"lah-{block_type}", "num_experts": given.get("num_experts", _NUM_LAYERS)}
+    if gpu is not None:
+        told["device"] = f"cuda:{gpu}"
+    for name, flag in (("expert_class", "--block-type"), ("device", "--gpu")):
+        if name in told and name in given:
+            own = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} and {own} say the same thing.", next_step="give one of them.")
+    return told
+
+
+def _with_address(config: HostingConfig, port: int, *, is_open: bool) -> HostingConfig:
     """Where to listen, if that was not said; UsageError when those who are joined could not call it there."""
     starts = [Address.parse(text) for text in config.join]
-    listens = Address.parse(config.listen) if config.listen else where_to_listen(starts, is_open=is_open)
+    if config.listen:
+        listens = Address.parse(config.listen)
+    else:
+        listens = Address(where_to_listen(starts, is_open=is_open).host, port)
     check_ways(listens, starts)
     return msgspec.structs.replace(config, listen=str(listens))
 

@@ -22,16 +22,19 @@ from shoal.core.ids import Address
 from shoal.core.run_options import flag
 from shoal.report.statistics import known_percentiles, percentiles
 from shoal.report.tables import WIDTH, Column, Table, show, tell_result, wrap
-from shoal.report.units import counted, scale_for
+from shoal.report.units import counted, digits, scale_for
 
 if TYPE_CHECKING:
+    from shoal.core.ids import Peer
     from shoal.dht.blocking import Swarm
     from shoal.dht.crawl import Crawl, Visited
+    from shoal.experts.status import HostStatus, SeenExpert
 
 
 _MAX_ROWS = 100  # of what is printed; JSON has them all
 _MAX_NAMED = 5
 _MAX_VERSION = 20  # characters of what a peer says
+_MAX_NAME = 40
 _CLOCK_GAP_S = 3.0
 
 
@@ -54,24 +57,29 @@ def status(
 ) -> None:
     """Show who is in a swarm, and what each peer holds.
 
-    Every peer that listens, with its records, round-trip time, uptime and version. It only asks, and leaves
-    nothing behind. Peers that only dial out are not seen.
+    Every peer that listens, with its records, round-trip time, uptime and version; and every expert that they
+    serve, with its class, server, replicas, load, queue and samples/s. It only asks, and leaves nothing
+    behind. Peers that only dial out are not seen.
     """
     from shoal.bench.frame import show_progress
     from shoal.dht.blocking import Swarm
     from shoal.dht.crawl import crawl
     from shoal.dht.node import DHT
+    from shoal.experts.status import look_at_experts
 
     starts = [Address.parse(text) for text in join]
     identity = passing_identity(identity_file)
     visitor = DHT(listen=None, membership=member_of(identity, secret_file).membership, identity=identity)
     with Swarm(visitor) as swarm, show_progress(f"status --join {join[0]}") as tell:
         seen = swarm.run(crawl(visitor, starts, limit=limit, tell=tell))
+        tell("experts")
+        experts = swarm.run(look_at_experts(visitor, [each.peer for each in seen.peers]))
     out = text_stream(json_file)
     notes = [line for note in peers_notes(seen, starts) for line in wrap(note, WIDTH)]
-    show([peers_table(seen), *notes], out)
-    result = peers_result(seen)
-    write_json({"shoal": __version__, **peers_document(seen), "result": result}, json_file)
+    show([peers_table(seen), *experts_tables(experts), *notes], out)
+    result = {**peers_result(seen), "num_experts": len({each.uid for each in experts})}
+    document = {**peers_document(seen), "experts": msgspec.to_builtins(experts)}
+    write_json({"shoal": __version__, **document, "result": result}, json_file)
     tell_result(result, out)
 
 
@@ -100,6 +108,28 @@ def peers_table(seen: Crawl) -> Table:
             )
         )
     return table
+
+
+def experts_tables(experts: Sequence[SeenExpert]) -> list[Table]:
+    """A row for each expert and server; no table where nobody serves any."""
+    if not experts:
+        return []
+    numbers = map(Column, ("replicas", "load", "queue", "samples/s"))
+    words = (Column(name, "left") for name in ("expert", "class", "server"))
+    table = Table("", (*words, *numbers))
+    for each in experts[:_MAX_ROWS]:
+        table.rows.append(
+            (
+                each.uid[:_MAX_NAME],
+                each.expert_class[:_MAX_NAME],
+                each.server,
+                f"{each.num_replicas:,}",
+                "-" if each.load is None else f"{each.load:.0%}",
+                f"{each.num_waiting:,}",
+                "-" if each.samples_per_s is None else digits(each.samples_per_s),
+            )
+        )
+    return [table]
 
 
 def peers_notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
@@ -206,16 +236,21 @@ class SwarmSource:
         self._swarm = swarm
         self._starts = list(starts)
         self._limit = limit
+        self._hosts: dict[Peer, HostStatus] = {}
+        """Of the look before: what has changed since tells the rates."""
 
     def look(self) -> Shot:
         """Ask everybody; PeerUnreachable when nobody answers."""
         from shoal.dht.crawl import crawl
+        from shoal.experts.status import ask_hosts, seen_experts
 
-        seen = self._swarm.run(crawl(self._swarm.dht, self._starts, limit=self._limit))
-        return swarm_shot(seen, self._starts)
+        dht = self._swarm.dht
+        seen = self._swarm.run(crawl(dht, self._starts, limit=self._limit))
+        before, self._hosts = self._hosts, self._swarm.run(ask_hosts(dht, [each.peer for each in seen.peers]))
+        return swarm_shot(seen, self._starts, list(seen_experts(self._hosts, before)))
 
 
-def swarm_shot(seen: Crawl, starts: list[Address]) -> Shot:
+def swarm_shot(seen: Crawl, starts: list[Address], experts: Sequence[SeenExpert] = ()) -> Shot:
     """What is shown of it; rows stay where they are from one look to the next."""
     # the round trips of two looks differ, and rows that change places are hard to follow
     by_address = sorted(seen.peers, key=lambda one: str(one.peer.address))
@@ -237,8 +272,9 @@ def swarm_shot(seen: Crawl, starts: list[Address]) -> Shot:
         subtitle=f"from {', '.join(map(str, starts))}",
         figures=figures,
         table=dataclasses.replace(table, rows=rows),
+        more_tables=tuple(experts_tables(experts)),
         notes=tuple(peers_notes(seen, starts))[1:],
         series={"peers": float(len(seen.peers)), "records": float(totals["num_records"])},
     )
-    document = {"shoal": __version__, **peers_document(seen)}
+    document = {"shoal": __version__, **peers_document(seen), "experts": msgspec.to_builtins(experts)}
     return Shot([view], view, document, swarm_metrics(seen), peers_result(seen))

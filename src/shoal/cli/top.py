@@ -56,7 +56,8 @@ def top(
     join: Annotated[
         list[str] | None,
         flag(
-            "Show the peers of a swarm instead, from this one on; may be given several times.",
+            "Show the peers of a swarm instead, from this one on, and the experts that they serve; may be "
+            "given several times.",
             metavar="HOST:PORT",
             shown=False,
         ),

@@ -52,6 +52,8 @@ class View:
     figures: tuple[tuple[str, str], ...] = ()
     """Label and value of what matters first."""
     table: Table | None = None
+    more_tables: tuple[Table, ...] = ()
+    """What the terminal shows below it."""
     states: tuple[str, ...] = ()
     """Of each row: 'running', 'stopped', 'gone'."""
     shares: tuple[float | None, ...] = ()
@@ -74,7 +76,7 @@ class View:
         """Return what the terminal shows of it."""
         shown = [(self.title, "bold"), (self.subtitle, "dim")] if self.title else []
         figures = " · ".join(f"{label} {value}" for label, value in self.figures)
-        tables = [] if self.table is None else [self.table]
+        tables = [*([] if self.table is None else [self.table]), *self.more_tables]
         return [*shown, *([figures, ""] if figures else []), *tables, *self.notes]
 
 

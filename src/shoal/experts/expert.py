@@ -103,14 +103,15 @@ class Expert:
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs for a batch that is on the expert's device, in the schema's order; no gradient."""
-        buffers = self._copies_of_buffers()
+        buffers = self._copies_of_buffers() if self._running else ()
         has_gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # not `no_grad`, which takes as long as a small module
         try:
             outputs = self._call(inputs)
         finally:
             torch.set_grad_enabled(has_gradients)
-            _restore(buffers)
+            if buffers:
+                _restore(buffers)
         self.statistics.num_forward_batches += 1
         self.statistics.num_forward_samples += inputs[0].shape[0]
         return outputs
@@ -209,13 +210,11 @@ class Expert:
 
     def _call(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outputs = run_on(self.module, self.schema.keyword_names, inputs)
-        # Under autocast a module may answer in another type than the one it has promised.
-        return tuple(
-            [
-                output if output.dtype is dtype else output.to(dtype)
-                for output, dtype in zip(outputs, self._output_dtypes, strict=True)
-            ]
-        )
+        for output, dtype in zip(outputs, self._output_dtypes, strict=True):
+            if output.dtype is not dtype:
+                # under autocast a module may answer in another type than the one it has promised
+                return tuple(map(torch.Tensor.to, outputs, self._output_dtypes))
+        return tuple(outputs)
 
     def _differentiate(
         self,
@@ -315,10 +314,9 @@ class Expert:
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if buffers:
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
+    with torch.no_grad():
+        for buffer, copy in buffers:
+            buffer.copy_(copy)
 
 
 @torch.no_grad()

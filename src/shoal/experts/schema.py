@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,6 +160,13 @@ def discover_schema(module: nn.Module, example: Example) -> ExpertSchema:
     try:
         with torch.no_grad():
             raw = _run(module, names, given)
+    except Exception as error:
+        raise UsageError(
+            f"The module fails when it is given the example: {_described_inputs(names, inputs)}.",
+            cause=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            next_step=f"give a batch that {type(module).__name__}.forward{_parameters_of(module)} takes; "
+            "the first dimension of each tensor is the batch.",
+        ) from error
     finally:
         for part, is_training in modes:
             part.training = is_training
@@ -183,6 +191,22 @@ def discover_schema(module: nn.Module, example: Example) -> ExpertSchema:
         outputs=tuple(TensorSchema.of(tensor) for tensor in outputs),
         is_single=is_single,
     )
+
+
+def _described_inputs(names: Sequence[str], inputs: Sequence[torch.Tensor]) -> str:
+    """Type and shape of each input, with its name where it has one."""
+    starts = [""] * (len(inputs) - len(names)) + [f"{name}=" for name in names]
+    return ", ".join(
+        f"{start}{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+        for start, tensor in zip(starts, inputs, strict=True)
+    )
+
+
+def _parameters_of(module: nn.Module) -> str:
+    try:
+        return str(inspect.signature(module.forward))
+    except (TypeError, ValueError):
+        return "(…)"
 
 
 def run_on(

@@ -105,9 +105,13 @@ def to_wire(
     for tensor in tensors:
         if tensor is None:
             metas.append(None)
-        elif codec is None and is_usual(tensor) and (meta := _usual_meta(tensor.dtype, tensor.shape)):
+        elif (
+            codec is None
+            and (meta := _usual_meta(tensor.dtype, tensor.shape)) is not None
+            and (buffer := _bytes_in(tensor)) is not None
+        ):
             metas.append(meta)
-            buffers.append((tensor.detach() if tensor.requires_grad else tensor).numpy().data.cast("B"))
+            buffers.append(buffer)
         elif codec is None:
             (spec,), raw = pack((tensor,))
             metas.append(EncodedMeta(PLAIN, spec))
@@ -121,20 +125,10 @@ def to_wire(
 
 def from_wire(metas: Sequence[EncodedMeta | None], buffers: Sequence[Any]) -> list[torch.Tensor | None]:
     """The tensors again, over the buffers where they are plain; TensorError when they do not fit together."""
-    usual = _usual_arrays(metas if type(metas) is tuple else tuple(metas))
+    arrays = _usual_arrays(metas if type(metas) is tuple else tuple(metas))
+    if arrays is not None and (usual := _tensors_over(arrays, buffers)) is not None:
+        return list(usual)
     tensors: list[torch.Tensor | None] = []
-    if usual is not None:
-        try:
-            for (dtype, shape), buffer in zip(usual, buffers, strict=True):
-                array = np.frombuffer(buffer, dtype).reshape(shape)
-                if not array.flags.carray:  # not writable, or badly aligned: to be copied
-                    break
-                tensors.append(torch.from_numpy(array))
-            else:
-                return tensors
-        except (TypeError, ValueError):  # what is wrong is said below
-            pass
-        tensors.clear()
     at = 0
     for meta in metas:
         if meta is None:
@@ -158,6 +152,12 @@ class Fitting(msgspec.Struct, frozen=True):
     num_samples: int
     sizes: list[int]
     size_bytes: int
+    metas: tuple[EncodedMeta | None, ...]
+    arrays: _Arrays
+
+    def tensors(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors in these buffers; as `from_wire`, for what was checked."""
+        return _tensors_over(self.arrays, buffers) or from_wire(self.metas, buffers)  # type: ignore[return-value]
 
 
 def fitting(
@@ -172,6 +172,24 @@ def fitting(
     except (_Unusual, TensorError, TypeError):  # TypeError: made by hand, of what cannot be a key
         return None
     return found if found.sizes == sizes else None
+
+
+def fitting_to_send(
+    schemas: tuple[TensorSchema, ...], tensors: Sequence[torch.Tensor]
+) -> tuple[Fitting, list[memoryview]] | None:
+    """What is known of tensors that fit in every way, and the bytes in their own memory; None otherwise."""
+    metas: list[EncodedMeta | None] = []
+    buffers: list[memoryview] = []
+    try:
+        for tensor in tensors:
+            buffer = _bytes_in(tensor)
+            if buffer is None:
+                return None
+            metas.append(_usual_meta(tensor.dtype, tensor.shape))
+            buffers.append(buffer)
+        return _remembered_fitting(schemas, tuple(metas)), buffers
+    except (_Unusual, TensorError):
+        return None
 
 
 def stacked(
@@ -246,16 +264,33 @@ _USUAL = {
 _USUAL_NUMPY = {dtype_name(dtype): numpy for dtype, numpy in _USUAL.items()}
 
 
-def is_usual(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be sent from its memory as numpy sees it, if numpy knows its type."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+_Arrays = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
+"""What numpy calls tensors: their types and shapes."""
+
+
+def _bytes_in(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of a tensor; None where that is not all of it in order, or no other can read it."""
+    if not tensor.is_cpu:
+        return None
+    try:
+        array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        return array.data.cast("B")
+    except (TypeError, RuntimeError, ValueError, NotImplementedError):  # sparse, negated, nested, with gaps
+        return None
+
+
+def _tensors_over(arrays: _Arrays, buffers: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Tensors whose memory these buffers are; None when one of them cannot be used so."""
+    tensors = []
+    try:
+        for (dtype, shape), buffer in zip(arrays, buffers, strict=True):
+            array = np.frombuffer(buffer, dtype).reshape(shape)
+            if not array.flags.carray:  # not writable, or badly aligned: to be copied
+                return None
+            tensors.append(torch.from_numpy(array))
+    except (TypeError, ValueError):  # what is wrong is said by those who look closely
+        return None
+    return tensors
 
 
 @functools.lru_cache(_NUM_REMEMBERED)
@@ -266,9 +301,7 @@ def _usual_meta(dtype: torch.dtype, shape: tuple[int, ...]) -> EncodedMeta | Non
     return EncodedMeta(PLAIN, TensorSpec(dtype_name(dtype), tuple(shape)))
 
 
-def _usual_arrays(
-    metas: tuple[EncodedMeta | None, ...],
-) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], ...] | None:
+def _usual_arrays(metas: tuple[EncodedMeta | None, ...]) -> _Arrays | None:
     """What numpy calls these tensors; None unless all are plain, contiguous and not empty."""
     try:
         return _remembered_arrays(metas)
@@ -277,9 +310,7 @@ def _usual_arrays(
 
 
 @functools.lru_cache(_NUM_REMEMBERED)
-def _remembered_arrays(
-    metas: tuple[EncodedMeta | None, ...],
-) -> tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]:
+def _remembered_arrays(metas: tuple[EncodedMeta | None, ...]) -> _Arrays:
     found: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
     for meta in metas:
         dtype = None if meta is None or meta.codec != PLAIN else _USUAL_NUMPY.get(meta.spec.dtype)
@@ -296,7 +327,7 @@ def _remembered_fitting(schemas: tuple[TensorSchema, ...], metas: tuple[EncodedM
     arrays = _remembered_arrays(metas)
     num_samples = check_tensors("tensor", schemas, [meta.spec for meta in metas if meta is not None])
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in arrays]
-    return Fitting(num_samples, sizes, sum(sizes))
+    return Fitting(num_samples, sizes, sum(sizes), metas, arrays)
 
 
 class _Unusual(Exception):

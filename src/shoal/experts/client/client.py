@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from shoal.core import (
-    SYSTEM_CLOCK,
     Address,
     BlockingBridge,
     Deadline,
@@ -55,6 +54,7 @@ from shoal.experts.wire import (
     Info,
     InfoRequest,
     fitting,
+    fitting_to_send,
     from_wire,
     make_wire_codec,
     to_wire,
@@ -91,6 +91,7 @@ class _Call(msgspec.Struct, eq=False):
     """One request of a `kind`, forward or backward, however often it is sent."""
 
     kind: str
+    method: str
     request: Any
     buffers: Sequence[Any]
     sent_bytes: int
@@ -98,20 +99,18 @@ class _Call(msgspec.Struct, eq=False):
     """What is answered, for so many samples."""
     num_samples: int
 
-    @property
-    def method(self) -> str:
-        """What is called."""
-        return FORWARD if self.kind == "forward" else BACKWARD
-
-    def check(self, answer: Answer, sizes: list[int]) -> None:
-        """TensorError for an answer that is none."""
+    def tensors(self, answer: Answer, buffers: Sequence[Any], sizes: list[int]) -> list[torch.Tensor | None]:
+        """What an answer holds; TensorError for one that is none."""
         known = fitting(self.expected, answer.tensors, sizes)
         if known is not None and known.num_samples == self.num_samples:
-            return
+            return known.tensors(buffers)  # type: ignore[return-value]
+        # all this before it is decoded: what is compressed may become large
         if self.kind == "backward":
-            _check_gradients(answer, self.expected, self.num_samples)
+            if not answer.is_missing_inputs:
+                _check_gradients(answer, self.expected, self.num_samples)
         elif (given := check_tensors("output", self.expected, _specs(answer))) != self.num_samples:
             raise TensorError(f"outputs for {given} samples, not for {self.num_samples}")
+        return from_wire(answer.tensors, buffers)
 
 
 class ExpertClient(BlockingBridge):
@@ -160,8 +159,6 @@ class ExpertClient(BlockingBridge):
 
     def expert(self, uid: str, *peers: Peer | Address | str) -> RemoteExpert:
         """An expert at these servers; without any, at those that the DHT knows."""
-        from shoal.experts.client.client import RemoteExpert
-
         return RemoteExpert(self, uid, [self._servers.known_peer(_peer(peer)) for peer in peers])
 
     @property
@@ -185,14 +182,15 @@ class ExpertClient(BlockingBridge):
     ) -> Forwarded:
         """As `forward`; a small call to a known expert at one peer is made by the calling thread itself."""
         info = self._infos.get(uid)
-        if info is not None and len(peers) == 1 and self._can_block and _are_small(inputs):
-            metas, buffers = to_wire(inputs)
-            known = fitting(info.schema.inputs, metas, list(map(len, buffers)))
-            if known is not None and known.num_samples <= info.max_batch_size:
+        if info is not None and len(peers) == 1 and self._codec is None:
+            fits = fitting_to_send(info.schema.inputs, inputs)
+            if fits is not None and fits[0].num_samples <= info.max_batch_size:
+                known, buffers = fits
                 keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
-                request = ForwardRequest(uid, metas, keep_as)  # type: ignore[arg-type]
+                request = ForwardRequest(uid, known.metas, keep_as)  # type: ignore[arg-type]
                 num_samples = known.num_samples
-                call = _Call("forward", request, buffers, known.size_bytes, info.schema.outputs, num_samples)
+                schemas = info.schema.outputs
+                call = _Call("forward", FORWARD, request, buffers, known.size_bytes, schemas, num_samples)
                 answered = self._try_blocking(peers[0], call, deadline)
                 if answered is not None:
                     outputs: list[Any] = answered[1]
@@ -208,7 +206,7 @@ class ExpertClient(BlockingBridge):
         deadline: Deadline | None = None,
     ) -> list[torch.Tensor | None]:
         """As `backward`; a small call is made by the calling thread itself."""
-        if forwarded.parts or not self._can_block:
+        if forwarded.parts or self._codec is not None:
             return self.run(self.backward(forwarded, inputs, grad_outputs, deadline=deadline))
         call = self._backward_call(forwarded, inputs, grad_outputs)
         with contextlib.suppress(PeerLost):  # then it is sent again under the same id
@@ -217,23 +215,20 @@ class ExpertClient(BlockingBridge):
                 return answered[1]
         return self.run(self._backward(forwarded, call, inputs, deadline))
 
-    @property
-    def _can_block(self) -> bool:
-        return self._codec is None and self._blocking is not None and self._blocking.is_open
-
     def _try_blocking(
         self, peer: Peer, call: _Call, deadline: Deadline | None
     ) -> tuple[Answer, list[torch.Tensor | None], float] | None:
-        """One call on this thread; None when it is not small, the peer is busy or behind a relay."""
-        if call.sent_bytes > MAX_CALL_BYTES or self._blocking is None or peer.address.is_relayed:
+        """One call on this thread; None when it is not small, or cannot be made so."""
+        blocking = self._blocking
+        if call.sent_bytes > MAX_CALL_BYTES or blocking is None or not blocking.is_open:
             return None
         server = self._servers.of(peer)
         timeout_s = server.begin(call.kind, 2 * call.sent_bytes)
-        began_s = time.monotonic()
-        if deadline is None:
-            deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_s)
         try:
-            reply = self._blocking.call(peer, call.method, call.request, call.buffers, deadline, _ANSWERS)
+            began_s = time.monotonic()
+            if deadline is None:
+                deadline = Deadline(began_s + timeout_s)
+            reply = blocking.call(peer, call.method, call.request, call.buffers, deadline, _ANSWERS)
             return self._read_answer(peer, server, call, reply.payload, reply.buffers, began_s)
         except ShoalError as error:
             self._note_error(server, call, error)
@@ -352,7 +347,8 @@ class ExpertClient(BlockingBridge):
         metas, buffers = to_wire(inputs, self._codec)
         keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
         request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
-        return _Call("forward", request, buffers, sum(map(len, buffers)), schema.outputs, num_samples)
+        sent_bytes = sum(map(len, buffers))
+        return _Call("forward", FORWARD, request, buffers, sent_bytes, schema.outputs, num_samples)
 
     async def backward(
         self,
@@ -385,7 +381,7 @@ class ExpertClient(BlockingBridge):
         )
         expected = tuple([TensorSchema.of(tensor) for tensor in inputs])
         sent_bytes = sum(map(len, buffers))
-        call = _Call("backward", request, buffers, sent_bytes, expected, len(inputs[0]))
+        call = _Call("backward", BACKWARD, request, buffers, sent_bytes, expected, len(inputs[0]))
         return call if forwarded.kept_as else self._with_inputs(call, inputs)
 
     def _with_inputs(self, call: _Call, inputs: Sequence[torch.Tensor]) -> _Call:
@@ -488,9 +484,7 @@ class ExpertClient(BlockingBridge):
         seconds = time.monotonic() - began_s
         sizes = list(map(len, buffers))
         try:
-            if not (answer.is_missing_inputs and call.kind == "backward"):
-                call.check(answer, sizes)  # before it is decoded: what is compressed may become large
-            tensors = from_wire(answer.tensors, buffers)
+            tensors = call.tensors(answer, buffers, sizes)
         except TensorError as error:
             raise self._unbelievable(peer, call.request.uid, error) from None
         moved_bytes = call.sent_bytes + sum(sizes)
@@ -580,16 +574,6 @@ async def _in_parts(
         parts=tuple(parts),
         num_samples=num_samples,
     )
-
-
-def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they fit into a small call, and need not be fetched from another device for that."""
-    num_bytes = 0
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        num_bytes += tensor.nbytes
-    return num_bytes <= MAX_CALL_BYTES
 
 
 def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:

@@ -6,7 +6,6 @@ the processor itself: received memory is the module's input, its output is what 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-_AS_THEY_ARE = contextlib.nullcontext()
 Results = list[tuple[Job, Outcome | Exception]]
 Tensors = Sequence[torch.Tensor | None]
 
@@ -83,16 +81,22 @@ class Device(ABC):
 
         Of a backward, `jobs` are those that the batch consists of.
         """
-        with self._precision():
-            if kind is JobKind.FORWARD:
-                return expert.forward(inputs)
-            return expert.backward(inputs, grads, [job.request_id for job in jobs])
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """The numbers that experts compute with."""
         if self._settings.precision == "bf16":
-            return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
-        return _AS_THEY_ARE
+            with torch.autocast(self.torch_device.type, dtype=torch.bfloat16):
+                return _compute(expert, kind, inputs, grads, jobs)
+        return _compute(expert, kind, inputs, grads, jobs)
+
+
+def _compute(
+    expert: Expert,
+    kind: JobKind,
+    inputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    jobs: Sequence[Job],
+) -> Tensors:
+    if kind is JobKind.FORWARD:
+        return expert.forward(inputs)
+    return expert.backward(inputs, grads, [job.request_id for job in jobs])
 
 
 def received_tensors(job: Job) -> list[list[torch.Tensor]]:
@@ -261,9 +265,11 @@ _Loaded = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def _load(job: Job) -> _Loaded:
+    metas, buffers = job.received[0]
+    first: Any = from_wire(metas, buffers) if job.known is None else job.known.tensors(buffers)
     if job.kind is JobKind.FORWARD:
-        return from_wire(*job.received[0]), ()  # type: ignore[return-value]
-    first, *others = received_tensors(job)
+        return first, ()
+    others: list[Any] = [from_wire(metas, buffers) for metas, buffers in job.received[1:]]
     return (others[0] if job.kept is None else job.kept), first
 
 

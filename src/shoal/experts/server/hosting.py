@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,9 +42,9 @@ from shoal.experts.server.publishing import Publishing
 from shoal.experts.server.replicas import Replicas
 from shoal.experts.server.server import ExpertServer
 from shoal.experts.settings import ServerSettings
+from shoal.experts.status import MAX_TOLD, STATUS, ExpertStatus, HostStatus
 from shoal.report.pages import Page, PageServer, Site
-from shoal.report.units import digits
-from shoal.transport import Endpoint, Limits, Membership
+from shoal.transport import Endpoint, Head, Limits, Membership, Reply
 from shoal.transport.limits import GIB, MIB
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ class Hosting:
             if self.dht is not None and set(uids) != set(config.uid):
                 uids = await self._choose_again(server, self.dht, saved)
             self._began_s = SYSTEM_CLOCK.now_s()
+            self.endpoint.routes.add(STATUS, self._serve_status, None, None)
+            closing.callback(self.endpoint.routes.remove, STATUS)
             if config.metrics_port is not None:
                 address = Address(config.metrics_host, config.metrics_port)
                 metrics = MetricsServer(address, lambda: metrics_text(self.moment()))
@@ -191,7 +193,12 @@ class Hosting:
             num_averaged=0 if self._replicas is None else self._replicas.num_averaged,
             num_copied=0 if self._replicas is None else self._replicas.num_copied,
             num_adopted=0 if self._adopting is None else self._adopting.num_adopted,
+            expert_class=self.config.expert_class,
         )
+
+    def _serve_status(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        moment = self.moment()
+        return Reply(msgspec.structs.replace(moment, experts=moment.experts[:MAX_TOLD]))
 
     # --- how it begins ---
 
@@ -326,69 +333,6 @@ def _moment_of(expert: Expert) -> ExpertStatus:
 def _limits(config: HostingConfig) -> Limits:
     max_message_bytes = config.max_message_mib * MIB
     return Limits(max_message_bytes=max_message_bytes, max_bytes_in_flight=max(GIB, 4 * max_message_bytes))
-
-
-class ExpertStatus(msgspec.Struct, frozen=True):
-    """One expert, since it is served here."""
-
-    uid: str
-    num_forward_batches: int
-    num_forward_samples: int
-    num_backward_batches: int
-    num_backward_samples: int
-    num_updates: int
-    busy_s: float
-    num_clipped: int = 0
-    """Steps whose gradient was far above what is usual for the expert."""
-
-
-class HostStatus(msgspec.Struct, frozen=True):
-    """A host; numbers only grow, but for those of what is there now."""
-
-    up_s: float
-    num_waiting: int
-    num_failed: int
-    """Requests that were accepted and ended in an error."""
-    num_peers: int
-    """That the DHT knows."""
-    is_leaving: bool
-    experts: tuple[ExpertStatus, ...]
-    num_averaged: int = 0
-    """Averages with other replicas that this host began."""
-    num_copied: int = 0
-    """Experts that have become copies of other replicas."""
-    num_adopted: int = 0
-
-    @property
-    def num_samples(self) -> int:
-        """Computed so far, forward and backward."""
-        return sum(expert.num_forward_samples + expert.num_backward_samples for expert in self.experts)
-
-    @property
-    def num_batches(self) -> int:
-        """That these were computed in."""
-        return sum(expert.num_forward_batches + expert.num_backward_batches for expert in self.experts)
-
-    def line(self, before: HostStatus) -> str:
-        """In words; rates and batches are those since `before`."""
-        took_s = self.up_s - before.up_s
-        num_samples = self.num_samples - before.num_samples
-        num_batches = self.num_batches - before.num_batches
-        rate = num_samples / took_s if took_s > 0 else 0.0
-        mean = f" of {digits(num_samples / num_batches)}" if num_batches else ""
-        parts = [
-            f"{digits(rate)} samples/s",
-            f"{self.num_waiting:,} waiting",
-            f"{len(self.experts):,} expert{'' if len(self.experts) == 1 else 's'}",
-            f"{num_batches:,} batch{'' if num_batches == 1 else 'es'}{mean}",
-        ]
-        if num_clipped := sum(expert.num_clipped for expert in self.experts):
-            parts.append(f"{num_clipped:,} clipped")
-        if self.num_failed:
-            parts.append(f"{self.num_failed:,} failed")
-        if self.is_leaving:
-            parts.append("leaving")
-        return ", ".join(parts)
 
 
 PATH = "/metrics"

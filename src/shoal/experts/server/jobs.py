@@ -26,6 +26,7 @@ from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused
 from shoal.core.scope import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
+from shoal.experts.wire import Fitting
 from shoal.tensors import EncodedMeta
 from shoal.tensors.codecs.base import PLAIN
 from shoal.transport.messages import Reply
@@ -45,6 +46,8 @@ class JobKind(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    __hash__ = object.__hash__  # each is there once; that of an enum's member is hashed from its name anew
+
 
 class Job(msgspec.Struct, eq=False):
     """One request, from its arrival to its answer."""
@@ -62,6 +65,8 @@ class Job(msgspec.Struct, eq=False):
     """The id under which inputs are to be kept (forward), or are kept (backward)."""
     request_id: bytes = b""
     codec: str = PLAIN
+    known: Fitting | None = None
+    """What is known of the tensors in `received`, where they are plain."""
     arrived_s: float = msgspec.field(default_factory=time.monotonic)
     turn: int = 0
     """Where it stands in line: see `JobQueue`."""

@@ -41,6 +41,7 @@ from shoal.experts.wire import (
     INFO,
     Answer,
     BackwardRequest,
+    Fitting,
     ForwardRequest,
     Info,
     InfoRequest,
@@ -180,37 +181,40 @@ class ExpertServer:
         self._check_backward(head)
         return self.device.allocate(head)
 
-    def _check_forward(self, head: Head) -> tuple[Expert, int, bool]:
+    def _check_forward(self, head: Head) -> tuple[Expert, int, Fitting | None]:
         """Refuse what is no request for an expert of this server, before its buffers are received.
 
-        Returns the expert, the number of samples, and whether these are few bytes of plain tensors.
+        Returns the expert, the number of samples, and what is known of plain tensors.
         """
-        self._check_open()
+        if self.is_leaving:
+            raise _leaving()
         request: ForwardRequest = head.payload
-        expert = self._expert(request.uid)
+        expert = self.experts.get(request.uid) or self._expert(request.uid)
         if (known := fitting(expert.schema.inputs, request.inputs, head.sizes)) is not None:
-            self._check_batch(known.num_samples, request.codec)
-            return expert, known.num_samples, known.size_bytes <= _SMALL_BYTES
+            if known.num_samples > self.settings.max_batch_size or request.codec != PLAIN:
+                self._check_batch(known.num_samples, request.codec)
+            return expert, known.num_samples, known
         num_samples = expert.schema.check_inputs(specs_of(request.inputs))
         self._check_batch(num_samples, request.codec)
         check_sizes(request.inputs, head.sizes)
-        return expert, num_samples, False
+        return expert, num_samples, None
 
-    def _check_backward(self, head: Head) -> tuple[Expert, int, bool]:
-        self._check_open()
+    def _check_backward(self, head: Head) -> tuple[Expert, int, Fitting | None]:
+        if self.is_leaving:
+            raise _leaving()
         request: BackwardRequest = head.payload
         expert = self._expert(request.uid)
         schema, metas = expert.schema, (*request.grad_outputs, *request.inputs)
         schemas = (*schema.outputs, *schema.inputs) if request.inputs else schema.outputs
         if (known := fitting(schemas, metas, head.sizes)) is not None:
             self._check_batch(known.num_samples, request.codec)
-            return expert, known.num_samples, known.size_bytes <= _SMALL_BYTES
+            return expert, known.num_samples, known
         num_samples = schema.check_outputs(specs_of(request.grad_outputs))
         if request.inputs and schema.check_inputs(specs_of(request.inputs)) != num_samples:
             raise TensorError(f"outputs for {num_samples} samples came with inputs for others")
         self._check_batch(num_samples, request.codec)
         check_sizes(metas, head.sizes)
-        return expert, num_samples, False
+        return expert, num_samples, None
 
     def _check_batch(self, num_samples: int, codec: str) -> None:
         if not 0 <= num_samples <= self.settings.max_batch_size:
@@ -222,7 +226,7 @@ class ExpertServer:
             codec_from_name(codec)
 
     def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
-        expert, num_samples, is_small = self._check_forward(head)
+        expert, num_samples, known = self._check_forward(head)
         request: ForwardRequest = head.payload
         return self._reply_to(
             Job(
@@ -234,16 +238,17 @@ class ExpertServer:
                 received=((request.inputs, buffers),),
                 keep_as=request.keep_as,
                 codec=request.codec,
-                is_small=is_small,
+                known=known,
+                is_small=known is not None and known.size_bytes <= _SMALL_BYTES,
             )
         )
 
     def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
-        expert, num_samples, is_small = self._check_backward(head)
+        expert, num_samples, known = self._check_backward(head)
         request: BackwardRequest = head.payload
-        known = self._applied.find(expert, request.request_id)
-        if known is not None:
-            return self._reply_again(known)
+        before = self._applied.find(expert, request.request_id)
+        if before is not None:
+            return self._reply_again(before)
         kept = None
         if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
             return Reply(Answer((), is_missing_inputs=True))
@@ -264,7 +269,8 @@ class ExpertServer:
             keep_as=request.kept_as,
             request_id=request.request_id,
             codec=request.codec,
-            is_small=is_small,
+            known=known if kept is not None else None,
+            is_small=known is not None and known.size_bytes <= _SMALL_BYTES,
         )
         first = self._applied.begin(job)
         return self._reply_to(job) if first is job else self._reply_again(first)
@@ -278,7 +284,8 @@ class ExpertServer:
     def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter | Reply:
         """Have a job done, or wait for one that is under way."""
         try:
-            self._check_open()
+            if self.is_leaving:
+                raise _leaving()
             if (
                 not is_again
                 and self._queue.num_waiting == 0
@@ -327,10 +334,6 @@ class ExpertServer:
             self._num_open -= 1
             if self._num_open == 0 and self._when_all_sent is not None:
                 self._when_all_sent()
-
-    def _check_open(self) -> None:
-        if self.is_leaving:
-            raise _leaving()
 
     # --- on the device's thread ---
 

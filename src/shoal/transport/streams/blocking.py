@@ -15,6 +15,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,12 +39,11 @@ from shoal.transport.messages import Reply, byte_views, encode_head, time_left
 from shoal.transport.network.sockets import SocketNetwork, no_answer, unreachable
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.connection import greeting_peer, own_hello, proven_id
-from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.streams.decoder import WORD_FIRST, FrameDecoder, first_word
 from shoal.transport.trust.tls import explain
 
 if TYPE_CHECKING:
     import msgspec
-    from typing_extensions import Buffer
 
     from shoal.transport.streams.transport import StreamTransport
 
@@ -54,6 +54,9 @@ _DIAL_S = 2.0  # for connecting and the hello; the loop, which dials too, is mor
 _FRESH_S = 0.01  # after a call, during which nobody asks the kernel whether the peer has left
 _LOOK_S = 1.0  # how often a thread that waits looks at its deadline, where that is far
 _TIMEVAL = struct.Struct("@ll")
+_HEADER_BYTES = frames.HEADER.size
+_REPLY_WORD = first_word(FrameKind.REPLY)
+_decode_reply = cast("Any", frames.DECODERS[FrameKind.REPLY]).decode
 _DIAL_AGAIN_S = 5.0  # after a peer has had no place for one more connection
 
 
@@ -114,6 +117,8 @@ class BlockingCaller:
             connection.close()
 
     def _dial(self, peer: Peer, deadline: Deadline) -> _BlockingConnection:
+        if peer.address.is_relayed:
+            raise PeerBusy(f"{peer} is behind a relay, to which only the loop speaks.", peer=peer)
         now_s = SYSTEM_CLOCK.now_s()
         if now_s < self._dial_at_s.get(peer, 0.0):
             raise PeerBusy(f"{peer} had no place for one more connection a moment ago.", peer=peer)
@@ -233,7 +238,6 @@ class _BlockingConnection:
         remaining_s, timeout_ms = time_left(method, self._peer, deadline)
         views = byte_views(buffers) if buffers else []
         sizes = list(map(len, views))
-        self._views = views
         total_bytes = sum(sizes)
         if total_bytes > MAX_CALL_BYTES:
             raise UsageError(f"{method} has {total_bytes:,} bytes, which is no small call.")
@@ -242,6 +246,7 @@ class _BlockingConnection:
         )  # a RequestHead
         self._call_id += 2
         self._method = method
+        self._views = views
         self._payload_decoder = decoder
         self._outcome = None
         self._deadline = deadline
@@ -252,7 +257,7 @@ class _BlockingConnection:
         try:
             if not self._is_plain:
                 self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
-            else:
+            elif self._limit_s != _LOOK_S or remaining_s < _LOOK_S:
                 self._limit_wait(remaining_s)
             self._send_all(message)
             return self._receive_outcome()
@@ -264,7 +269,7 @@ class _BlockingConnection:
         except OSError as error:
             raise self._lost(str(error)) from error
         finally:
-            self._used_at_s = SYSTEM_CLOCK.now_s()
+            self._used_at_s = time.monotonic()
 
     def _limit_wait(self, seconds: float) -> None:
         """Have the kernel wake this thread after so long, to look at the deadline.
@@ -287,20 +292,16 @@ class _BlockingConnection:
             raise TimeoutError
         self._limit_wait(remaining_s)
 
-    def _send(self, some: Buffer) -> int:
-        while True:
-            try:
-                return self._socket.send(some)
-            except BlockingIOError:
-                self._look_at_deadline()
-
     def _send_all(self, message: bytes) -> None:
         if not self._is_plain:
             self._socket.sendall(message)
-        elif (sent := self._send(message)) < len(message):
-            rest = memoryview(message)[sent:]
-            while rest:
-                rest = rest[self._send(rest) :]
+            return
+        rest = memoryview(message)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._look_at_deadline()
 
     def close(self) -> None:
         """End the connection; the peer drops what is under way."""
@@ -312,18 +313,42 @@ class _BlockingConnection:
     def _receive_outcome(self) -> Reply | Exception:
         decoder, receive_into = self._decoder, self._socket.recv_into
         while self._outcome is None:
+            buffer = decoder.get_buffer()
             try:
-                num_bytes = receive_into(decoder.get_buffer())
+                num_bytes = receive_into(buffer)
             except BlockingIOError:
                 self._look_at_deadline()
                 continue
             if num_bytes == 0:
                 raise self._lost("the other side closed it.")
+            if (reply := self._whole_reply(buffer, num_bytes)) is not None:
+                return reply
             try:
                 decoder.buffer_updated(num_bytes)
             except LimitExceeded as error:
                 raise ProtocolError(f"{self._peer}: {error.what}") from error
         return self._outcome
+
+    def _whole_reply(self, buffer: memoryview, num_bytes: int) -> Reply | None:
+        """The answer, when all of it has come, with one buffer or none, and nothing else; the usual case.
+
+        None leaves it to the decoder, which knows all others, and says what is wrong.
+        """
+        decoder = self._payload_decoder
+        if num_bytes < _HEADER_BYTES or decoder is None or self._decoder.is_inside_frame:
+            return None
+        word, head_bytes, call_id, body_bytes = WORD_FIRST.unpack_from(buffer)
+        body_start = _HEADER_BYTES + head_bytes
+        if word != _REPLY_WORD or call_id != self._call_id or body_start + body_bytes != num_bytes:
+            return None
+        try:
+            head = _decode_reply(buffer[_HEADER_BYTES:body_start])
+            payload = decoder.decode(head.payload)
+        except frames.UNREADABLE:
+            return None
+        if body_bytes > MAX_CALL_BYTES or head.sizes != ([body_bytes] if body_bytes else []):
+            return None
+        return Reply(payload, [bytearray(buffer[body_start:num_bytes])] if body_bytes else [])
 
     def _lost(self, cause: str) -> PeerLost:
         return PeerLost(

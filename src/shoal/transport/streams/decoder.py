@@ -42,10 +42,17 @@ _TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 _MAX_BODY_BYTES = tuple(
     _BODY_LIMITS.get(FrameKind(number), 0) if number else 0 for number in range(_NUM_KINDS)
 )
-_WORD_FIRST = struct.Struct("<IIQQ")  # a header, whose magic, version and kind are read as one number
+WORD_FIRST = struct.Struct("<IIQQ")
+"""A header, whose magic, version and kind are read as one number."""
+
+
+def first_word(kind: FrameKind) -> int:
+    """What `WORD_FIRST` gives first for a frame of this kind."""
+    return int.from_bytes(struct.pack("<2sBB", MAGIC, VERSION, kind), "little")
+
+
 _USUAL: dict[int, tuple[int, Any]] = {
-    int.from_bytes(struct.pack("<2sBB", MAGIC, VERSION, kind), "little"): (int(kind), DECODERS[kind])
-    for kind in (FrameKind.REQUEST, FrameKind.REPLY)
+    first_word(kind): (int(kind), DECODERS[kind]) for kind in (FrameKind.REQUEST, FrameKind.REPLY)
 }
 
 
@@ -132,7 +139,7 @@ class FrameDecoder:
         scratch = self._scratch
         if not HEADER.size <= num_bytes < len(scratch):
             return False
-        word, head_bytes, call_id, body_bytes = _WORD_FIRST.unpack_from(scratch)
+        word, head_bytes, call_id, body_bytes = WORD_FIRST.unpack_from(scratch)
         usual = _USUAL.get(word)
         body_start = HEADER.size + head_bytes
         if usual is None or body_start + body_bytes != num_bytes or head_bytes > self._max_head_bytes:
