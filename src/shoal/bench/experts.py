@@ -18,7 +18,15 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from shoal.bench.frame import RowKey, Tell, measured, same_fields
+from shoal.bench.frame import (
+    BenchmarkPlan,
+    RowKey,
+    Tell,
+    WholeRunFlags,
+    announce,
+    measured,
+    same_fields,
+)
 from shoal.bench.workers import Child, child, client_processes, resident_bytes
 from shoal.core import BenchmarkError, UsageError
 from shoal.core.errors import did_you_mean
@@ -221,6 +229,14 @@ def published_samples_per_s(config: ExpertsConfig) -> float | None:
     is_changed = any(getattr(config, name) != getattr(preset, name) for name in asked)
     is_changed = is_changed or (config.hidden_dim, config.num_batches_per_client) != (1024, 16)
     return None if is_changed else preset.published_samples_per_s
+
+
+def experts_command(flags: ExpertsFlags, run: WholeRunFlags) -> BenchmarkPlan:
+    """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
+    should_raise = flags.increase_file_limit or preset_named(flags.preset).should_raise_file_limit
+    config = config_of(flags.preset, msgspec.structs.asdict(flags))
+    announce(ensure_files(config.num_files, should_raise=should_raise))
+    return BenchmarkPlan(config, run, summarize_experts, experts_items)
 
 
 def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:

@@ -180,7 +180,7 @@ BENCHMARKS = {
     "virtual": Benchmark("virtual:VirtualScenario", "virtual:virtual_command"),
     "swarm": Benchmark("swarm:SwarmScenario", "plans:swarm_command"),
     "dht": Benchmark("dht:DhtScenario", "dht:dht_command"),
-    "experts": Benchmark("experts:ExpertsScenario", "plans:experts_command"),
+    "experts": Benchmark("experts:ExpertsScenario", "experts:experts_command"),
     "collectives": Benchmark("collectives:CollectivesScenario", "collectives:collectives_command"),
     "training": Benchmark("training:TrainingScenario", "training:training_command", is_ranked=True),
     "ddp": Benchmark("ddp:DdpScenario", "ddp:ddp_command", is_ranked=True),
