@@ -373,7 +373,7 @@ class SwarmScenario:
     # --- undisturbed ---
 
     def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Row]:
-        from shoal.swarm.run import PIN_S
+        from shoal.swarm.kept import PIN_S
 
         found: dict[str, list[float]] = {}
         warm_s = time.monotonic() + PIN_S  # until then peers keep what those who have just joined might need

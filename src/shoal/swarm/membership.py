@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core import AdaptiveDeadline
+from shoal.core import AdaptiveDeadline, Peer
 from shoal.core.identity import Identity
 from shoal.core.rates import FailureBackoff
 from shoal.swarm.ballots import Equivocation
@@ -46,6 +46,9 @@ _MEASURED_BYTES = 128 << 10
 """What is sent in a round must be so much for it to say something of the line."""
 CLOSED_S = 1.0
 """A commit drops a member whose connection closed, and that has not come back for so long."""
+
+CallPeer = Callable[[Peer, str, Any, float], Coroutine[Any, Any, Any]]
+"""Calls a peer, a member or not: method, payload, seconds to wait; gives the payload of the answer."""
 
 
 class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
