@@ -32,7 +32,7 @@ from shoal.transport.network.sockets import Accepted, Listener, Network, SocketN
 from shoal.transport.relay import Arrived, dial_through_relay
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.connection import Connection, Way
+from shoal.transport.streams.connection import Connection, ConnectionKind
 from shoal.transport.trust.membership import Membership, check_may_listen
 from shoal.transport.trust.tls import BUSY_ALERT, explain
 
@@ -43,7 +43,7 @@ SWEEP_S = 1.0  # how often busy connections are looked after
 _IDLE_SHARE = 0.25  # of the time after which an idle connection is closed: how often one looks for them
 _MAX_CLOSING_TURNS = 100
 _ABSENT = object()
-CONNECTION_WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")  # the best one first
+CONNECTION_KINDS: tuple[ConnectionKind, ...] = ("direct", "punched", "relayed")  # the best one first
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
@@ -223,13 +223,13 @@ class StreamTransport(Transport):
                 self._dialed_as[connection] = peer
                 before.leave("there is a better way.")
 
-    def ways(self) -> dict[PeerId, Way]:
+    def connection_kinds(self) -> dict[PeerId, ConnectionKind]:
         """How each peer that there is a connection with is reached: the best way, where there are several."""
-        found: dict[PeerId, Way] = {}
-        for way in reversed(CONNECTION_WAYS):
+        found: dict[PeerId, ConnectionKind] = {}
+        for kind in reversed(CONNECTION_KINDS):
             for connection in tuple(self._shards[0].connections) if self._shards else ():
-                if connection.is_usable and connection.peer.id is not None and connection.way == way:
-                    found[connection.peer.id] = way
+                if connection.is_usable and connection.peer.id is not None and connection.kind == kind:
+                    found[connection.peer.id] = kind
         return found
 
     # --- asking ---
