@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.core import Deadline, Peer, PeerBusy, PeerRefused, ProtocolError
 from shoal.core.rates import RateLimiter
-from shoal.swarm.membership import UploadMeter
+from shoal.swarm.membership import LineMeter
 from shoal.swarm.wire import (
     AUDIT,
     COMMITS,
@@ -89,7 +89,8 @@ class MemberCalls:
     ) -> None:
         self.num_sent_bytes = 0
         """Bytes of parts and averages that went to other members."""
-        self.upload = UploadMeter()
+        self.upload = LineMeter()
+        self.download = LineMeter()
         self.handlers = handlers
         self._transport = transport
         self._is_me = is_me
@@ -120,18 +121,33 @@ class MemberCalls:
         loop, num_bytes = asyncio.get_running_loop(), _num_bytes(buffers)
         self.num_sent_bytes += num_bytes
         limit = Deadline.after(max(wait_s, _SHORTEST_WAIT_S))
-        if not buffers:
-            reply = await self._transport.call(member.peer, method, payload, deadline=limit, into=into)
-        else:
-            self.upload.begin(loop.time())
-            num_sent = 0
-            try:
-                reply = await self._transport.call(
-                    member.peer, method, payload, buffers, deadline=limit, into=into
-                )
-                num_sent = num_bytes
-            finally:
-                self.upload.end(loop.time(), num_sent)
+        taking = -1
+
+        def where(head: Head) -> Any:
+            nonlocal taking
+            assert callable(into)
+            found = into(head)
+            if sum(head.sizes):
+                taking = self.download.begin(loop.time())  # not before: an answer may be long in coming
+            return found
+
+        sending = self.upload.begin(loop.time()) if buffers else -1
+        num_sent = num_taken = 0
+        try:
+            reply = await self._transport.call(
+                member.peer,
+                method,
+                payload,
+                buffers,
+                deadline=limit,
+                into=where if callable(into) else into,
+            )
+            num_sent, num_taken = num_bytes, _num_bytes(reply.buffers)
+        finally:
+            if sending >= 0:
+                self.upload.end(sending, loop.time(), num_sent)
+            if taking >= 0:
+                self.download.end(taking, loop.time(), num_taken)
         kind = _REPLIES.get(method)
         return reply if kind is None else Reply(_read(reply.payload, kind), reply.buffers)
 
@@ -144,6 +160,8 @@ class MemberCalls:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
             self._check_sender(head)
             self._check_rate(head)
+            if head.method == PART:
+                self.download.note(_num_bytes(buffers))
             try:
                 answer = await handler(head.payload, buffers)
             except ProtocolError as error:
@@ -155,8 +173,12 @@ class MemberCalls:
                 return answer
             self.num_sent_bytes += num_bytes
             loop = asyncio.get_running_loop()
-            self.upload.begin(loop.time())
-            return Reply(answer.payload, answer.buffers, lambda: self.upload.end(loop.time(), num_bytes))
+            sending = self.upload.begin(loop.time())
+
+            def end() -> None:
+                self.upload.end(sending, loop.time(), num_bytes)
+
+            return Reply(answer.payload, answer.buffers, end)
 
         return serve
 

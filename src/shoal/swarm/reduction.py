@@ -24,7 +24,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
 from shoal.swarm.ledger import FrozenContribution, SampleLedger
-from shoal.swarm.membership import MemberContext, crowd_factor
+from shoal.swarm.membership import BYTES_PER_S_OF_MBIT, MemberContext, crowd_factor
 from shoal.swarm.robust import average, capped, is_finite, squared_norm
 from shoal.swarm.wire import (
     PART,
@@ -155,6 +155,7 @@ class Reduction:
         self._silence_s = _SILENCE_S * context.settings.patience
         self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
         """Who asks for an average that is not ready is answered after so long."""
+        self._context = context
         self._codec = context.codec
         self._vector = context.vector()
         """Where averages that travel as they are arrive, each part in its place."""
@@ -181,6 +182,8 @@ class Reduction:
         """Of calls under way, by the place of who is called: they end once that one is lost."""
         self._taken: dict[int, tuple[int, HeldPart]] = {}
         self._taken_changed = Broadcast()
+        self._arriving: dict[int, int] = {}
+        """Of averages that are on their way here, how many bytes they have."""
         self._lost_changed = Broadcast()
         self._first_parts: dict[int, int] = {-1: 0}
         for part, places in enumerate(zip(plan.reducers, plan.backups, strict=True)):
@@ -496,12 +499,17 @@ class Reduction:
                     self.name_lost([place])
                 await asyncio.sleep(_RETRY_S)
 
-    async def wait_taken(self) -> None:
-        """Waits for the parts that are on their way here, as long as they keep coming."""
+    async def wait_taken(self, *, is_decided: bool = False) -> None:
+        """Waits for the parts that are on their way here, as long as they keep coming; once the round is
+        decided only for those that have begun to come, since anybody may have the others.
+        """
         num_taken = -1
-        while num_taken < len(self._taken) < self.plan.num_parts:
+        while num_taken < len(self._taken) < self.plan.num_parts and (self._arriving or not is_decided):
             num_taken = len(self._taken)
-            await self._taken_changed.wait(self._silence_s)
+            speed = BYTES_PER_S_OF_MBIT * self._context.taken_mbit_s
+            # on a slow way down all come at once, and late: nobody is to send them a second time
+            usual_s = sum(self._arriving.values()) / speed if speed else 0.0
+            await self._taken_changed.wait(min(max(self._silence_s, _GAP_FACTOR * usual_s), _PART_S))
 
     async def _take_once(self, call: Call, place: int, part: int, attempt: int) -> HeldPart | None:
         """Asks for an average, which arrives in its place in the vector; None where it is not ready."""
@@ -513,6 +521,7 @@ class Reduction:
 
         def where(head: Head) -> list[Any]:
             nonlocal is_in_place
+            self._arriving[part] = sum(head.sizes)
             is_in_place = list(head.sizes) == [len(due)] and self._claim(part)
             return [due] if is_in_place else [bytearray(size) for size in head.sizes]
 
@@ -524,6 +533,7 @@ class Reduction:
             if found is not None:
                 self.check_signed(found, part, attempt)
         finally:
+            self._arriving.pop(part, None)
             if is_in_place and found is None:  # it came in part, or wrong
                 del self._claimed[part]
         is_in_place = is_in_place and found is not None and found.meta == plain_meta(end - begin)

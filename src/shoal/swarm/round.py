@@ -393,7 +393,9 @@ class SwarmRound:
                 return
             self._frozen = context.ledger.freeze(self._span)
             samples = self._frozen.samples if self._frozen else 0
-            self._registration = Registration(samples, context.ledger.num_elements, context.bandwidth)
+            self._registration = Registration(
+                samples, context.ledger.num_elements, context.bandwidth, context.taken_mbit_s
+            )
             self._changed.fire()
 
     def _begin(self, plan: RoundPlan) -> None:
@@ -428,6 +430,11 @@ class SwarmRound:
         if reduction is not None:
             await reduction.wait_taken()
         await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held, reduction)
+
+    async def wait_arriving(self, commit: Commit) -> None:
+        """Waits for those parts of the decided commit that have begun to come here."""
+        if self.reduction is not None and commit.plan == self.plan:
+            await self.reduction.wait_taken(is_decided=True)
 
     # --- serving those who follow ---
 

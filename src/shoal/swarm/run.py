@@ -196,6 +196,7 @@ class SwarmRun:
             codec=codec,
             call=self.calls.call,
             upload=self.calls.upload,
+            download=self.calls.download,
             vector=self._new_vector,
             random=self.choice,
             identity=identity,
@@ -313,8 +314,10 @@ class SwarmRun:
                 while (commit := await round_.play(scope)) is None:
                     if await self._forks.propose(round_) or not self.context.me.votes:
                         break
-                if commit is not None and not await self._hold(commit, round_.held, round_.members):
-                    commit = None
+                if commit is not None:
+                    await round_.wait_arriving(commit)
+                    if not await self._hold(commit, round_.held, round_.members):
+                        commit = None
             except LimitExceeded as error:
                 log.warning("%s", error)
             scope.cancel()
@@ -374,7 +377,8 @@ class SwarmRun:
             self.kept.pin()
         self.kept.forget(len(self.members))
         context = self.context
-        context.upload.finish_round(asyncio.get_running_loop().time())
+        for meter in (context.upload, context.download):
+            meter.finish_round()
         context.is_ready = context.is_asked = False
         if commit.kind != STEP and self.round is not None and self.round.plan is not None:
             self.num_failed += 1
