@@ -628,3 +628,24 @@ def test_fewer_than_half_cannot_give_a_joiner_false_commits(how):
                 assert names.get((fork, number), name) == name
 
     virtual(main())
+
+
+def test_a_state_that_one_of_two_keeps_does_not_keep_a_joiner_waiting():
+    """Two are listed for long, and most of them must keep what is believed; no round is made meanwhile."""
+
+    async def main():
+        async with World(target_samples=20) as world:
+            await world.start_all(2)
+            for key in range(11):
+                steps = world.runs[0].state.num_steps
+                for number, run in world.runs.items():
+                    run.add(gradient(10 * key + number), 10)
+                await world.wait(lambda steps=steps: world.runs[1].state.num_steps > steps)
+            for number in (0, 1):  # as if one that has joined meanwhile had asked only this one
+                await asyncio.sleep(20.0)
+                world.runs[number].kept.pin()
+                joiner = await world.start(2 + number, may_found=False)
+                await world.wait(lambda joiner=joiner: joiner.is_member, 30)
+            world.check()
+
+    virtual(main())

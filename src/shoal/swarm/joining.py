@@ -244,7 +244,8 @@ async def take_committed(
     async def keep(fork: bytes) -> None:
         while True:
             await asyncio.sleep(JOIN_BEAT_S)
-            await taker.tell(JoinRunRequest(run, me, fork, -1, taker.taking), JOIN_BEAT_S)
+            if taker.taking:
+                await taker.tell(JoinRunRequest(run, me, fork, -1, taker.taking), JOIN_BEAT_S)
 
     while True:
         deadline.check(f"taking the state of the run {run!r}")

@@ -8,6 +8,7 @@ says that it is being taken. A joiner so never starts over, however many rounds 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ MAX_COMMITS = 64
 """Commits that are told at once."""
 DONOR_SHARE = 0.25
 """Of a member's upload that those who join get at most while values are averaged."""
+_HASH_FACTOR = 4.0
+"""Another member may take so many times as long to hash a state."""
 _SHORTEST_PAUSE_S, _DONOR_TICK_S = 0.001, 0.2
 
 
@@ -56,6 +59,8 @@ class PinnedState:
     round: int
     asked_s: float
     """When one of those who take it was last heard."""
+    settled_s: float = math.inf
+    """From then on all members should have it that keep it."""
     name: str = ""
     """By which `StateTaker` takes it; empty until it is hashed."""
     hashed_round: int = -1
@@ -107,11 +112,15 @@ class KeptRounds:
 
     async def _hold_pinned(self, pin: PinnedState, snapshot: Any) -> None:
         """Hashes a state beside the loop, and gives it to those who ask from then on."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         held = await hold_state(snapshot)
         if pin in self.pins:
             self.donor.hold(held)
             pin.name, pin.hashed_round = held.name, self._state.round
-            pin.asked_s = asyncio.get_running_loop().time()
+            pin.asked_s = loop.time()
+            others_s = PIN_S + _HASH_FACTOR * (pin.asked_s - began_s)
+            pin.settled_s = pin.asked_s + others_s * self._context.settings.patience
 
     def pin_for(self, request: JoinRunRequest) -> PinnedState | None:
         """Gives the state that a joiner should take: the one that it is taking, or one that is new enough."""
@@ -119,10 +128,14 @@ class KeptRounds:
         fresh = [pin for pin in self.pins if pin.name and self._is_fresh(pin)]
         return next(iter([*named, *reversed(fresh)]), None)
 
-    @property
-    def has_fresh_pin(self) -> bool:
-        """Whether there is a state that joiners may take, or one that is being hashed for them."""
-        return any(map(self._is_fresh, self.pins))
+    def should_pin(self) -> bool:
+        """Whether all should keep another state, since a joiner has found none that most of them keep.
+
+        Not while one is new: others may still be hashing it. But one that is fresh here may be kept by nobody
+        else any more, because those who took it have asked only here.
+        """
+        now_s = asyncio.get_running_loop().time()
+        return not any(self._is_fresh(pin) and now_s < pin.settled_s for pin in self.pins)
 
     def _is_fresh(self, pin: PinnedState) -> bool:
         return not pin.name or self._state.round - pin.hashed_round <= NUM_SINCE_PIN

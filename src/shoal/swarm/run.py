@@ -686,7 +686,7 @@ class SwarmRun:
                 self._try_to_reach(request.member)  # while it still takes the state
             if request.round >= 0:
                 self._note_joiner(request.member, request.round)
-            elif pin is None and not self.kept.has_fresh_pin:
+            elif not request.state and self.kept.should_pin():
                 self.context.wants_pin = True
             self._wake()
         if pin is not None and request.round < 0:
