@@ -153,8 +153,7 @@ class MemberCalls:
 
     async def call_peer(self, peer: Peer, method: str, payload: Any, wait_s: float) -> Any:
         """Calls a peer, whether or not it is a member, and gives its payload."""
-        reply = await self._transport.call(peer, method, payload, deadline=Deadline.after(wait_s))
-        return _read(reply.payload, _REPLIES[method])
+        return await ask(self._transport, peer, method, payload, wait_s)
 
     def _answering(self, handler: Handler) -> Any:
         async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
@@ -189,6 +188,12 @@ class MemberCalls:
             return
         self._complaints.add(f"too many messages {head.method}", head.peer, f"{MAX_REQUESTS_A_S} a second")
         raise PeerBusy(f"This peer asks {head.method} too often.")
+
+
+async def ask(transport: Transport, peer: Peer, method: str, payload: Any, wait_s: float) -> Any:
+    """Asks a peer by a method of the protocol, and reads the payload of its answer; for who is no member."""
+    reply = await transport.call(peer, method, payload, deadline=Deadline.after(wait_s))
+    return _read(reply.payload, _REPLIES[method])
 
 
 def _read(payload: Any, kind: Any) -> Any:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.core import Deadline, Peer, PeerRefused, Scope, fanout
+from shoal.core import Deadline, Peer, Scope, fanout
+from shoal.swarm.calls import ask
 from shoal.swarm.kept import NUM_KEPT
 from shoal.swarm.membership import CallPeer, MemberContext
 from shoal.swarm.state import CommittedState
@@ -162,11 +163,8 @@ class RunStateTaker:
         return _replies(await fanout(calls, Deadline.after(wait_s)))
 
     async def _ask(self, peer: Peer, request: JoinRunRequest, wait_s: float) -> JoinReply:
-        reply = await self._transport.call(peer, JOIN, request, deadline=Deadline.after(wait_s))
-        try:
-            return msgspec.convert(reply.payload, JoinReply)
-        except msgspec.ValidationError as error:
-            raise PeerRefused(f"A member answered with something else: {error}") from None
+        reply: JoinReply = await ask(self._transport, peer, JOIN, request, wait_s)
+        return reply
 
 
 class JoinHelpers:
