@@ -101,6 +101,27 @@ def test_shares_follow_a_slow_way_down_within_three_rounds():
     virtual(main())
 
 
+def test_on_slow_lines_all_that_is_contributed_goes_in():
+    """Were many parts under way at once, they would come together and late, and be taken for lost."""
+
+    async def main():
+        profile = LINES.replace("= 40", "= 10").replace("= 200", "= 50")
+        async with World(
+            Conditions(Profile.parse(profile), seed=1), num_elements=4 * NUM_ELEMENTS, target_samples=20
+        ) as world:
+            await world.start_all(4, 600)
+            for key in range(2):
+                _, took_s = await a_round(world, key)
+                assert (
+                    took_s < 2 * 1.5 * 4 * 4 * NUM_ELEMENTS * 8 / 10e6
+                )  # what the lines need, and half more
+            for run in world.runs.values():
+                assert run.ledger.num_committed >= 0.9 * 10
+            world.check()
+
+    virtual(main())
+
+
 def test_a_way_down_counts_where_it_is_much_slower_than_that_of_most():
     async def main():
         async with World() as world:

@@ -66,6 +66,11 @@ answer's buffers should go.
 """
 
 _NUM_IN_FLIGHT = 8
+_LEAST_SENT, _LEAST_TAKEN = 2, 8
+_SENT_AHEAD_S, _TAKEN_AHEAD_S = 0.5, 1.0
+"""Parts that are sent, or taken, at once are no more than the line carries in so long: all that are under way
+share it, and on a slow line many would come together, late, and be taken for lost."""
+_UNKNOWN_MBIT_S = 10.0
 _SILENCE_S = 1.0
 _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
@@ -157,6 +162,13 @@ class Reduction:
         """Who asks for an average that is not ready is answered after so long."""
         self._context = context
         self._codec = context.codec
+        part_bytes = context.settings.bytes_per_element * max(map(plan.size, range(plan.num_parts)))
+        self._num_sent, self._send_s = _at_once(
+            part_bytes, context.bandwidth, _SENT_AHEAD_S, _LEAST_SENT, _NUM_IN_FLIGHT
+        )
+        self._num_taken, self._take_s = _at_once(
+            part_bytes, context.taken_mbit_s, _TAKEN_AHEAD_S, _LEAST_TAKEN, 4 * _NUM_IN_FLIGHT
+        )
         self._vector = context.vector()
         """Where averages that travel as they are arrive, each part in its place."""
         self._given: dict[tuple[int, int, int, bytes], bytes] = {}
@@ -394,7 +406,8 @@ class Reduction:
                 signature = sign(self._identity, "part", *self._where, part, digest)
                 message = msgspec.structs.replace(message, signature=signature)
             target = self._target(part, attempt, self._me)
-            reply = await self._until_lost(target, call(target, PART, message, encoded.buffers, _PART_S))
+            sending = call(target, PART, message, encoded.buffers, self._send_s)
+            reply = await self._until_lost(target, sending)
             if digest and isinstance(reply.payload, bytes):
                 self.receipts[part, attempt] = digest, reply.payload
 
@@ -414,7 +427,7 @@ class Reduction:
             where = (*self._where, part, attempt, self._me)
             message = PartMessage(*where, held.meta, held.bitmap, held.refused)
             target = plan.reducer(part, attempt)
-            await self._until_lost(target, call(target, PART, message, held.buffers, _PART_S))
+            await self._until_lost(target, call(target, PART, message, held.buffers, self._send_s))
 
         if led:
             await self._deliver(due, send)
@@ -431,7 +444,7 @@ class Reduction:
         sent: dict[tuple[int, int], None] = {}
         while True:
             keys = [key for key in due() if key not in sent and self._target(*key, self._me) >= 0]
-            outcomes = await fanout([send(*key) for key in keys], Deadline.never(), limit=_NUM_IN_FLIGHT)
+            outcomes = await fanout([send(*key) for key in keys], Deadline.never(), limit=self._num_sent)
             for key, outcome in zip(keys, outcomes, strict=True):
                 if outcome is None or isinstance(outcome, PeerRefused):
                     sent[key] = None
@@ -458,7 +471,7 @@ class Reduction:
         """
         parts = sorted(range(self.plan.num_parts), key=lambda part: self._turn(part, 1))
         calls = [self._take(call, part, give_up_s) for part in parts]
-        found = await fanout(calls, Deadline.never(), limit=4 * _NUM_IN_FLIGHT)
+        found = await fanout(calls, Deadline.never(), limit=self._num_taken)
         taken = {part: one for part, one in zip(parts, found, strict=True) if not isinstance(one, Exception)}
         return [taken.get(part) for part in range(self.plan.num_parts)]
 
@@ -528,7 +541,7 @@ class Reduction:
         request = TakeRequest(*self._where, part, attempt)
         found: HeldPart | None = None
         try:
-            reply = await self._until_lost(place, call(place, TAKE, request, (), _PART_S, where))
+            reply = await self._until_lost(place, call(place, TAKE, request, (), self._take_s, where))
             found = read_part(reply)
             if found is not None:
                 self.check_signed(found, part, attempt)
@@ -587,6 +600,13 @@ class Reduction:
             for index in from_bitmap(held.refused):
                 found.setdefault(self.plan.contributors[index])
         return list(found)
+
+
+def _at_once(part_bytes: float, mbit_s: float, ahead_s: float, least: int, most: int) -> tuple[int, float]:
+    """Says how many parts may be under way at once over a line, and how long each may take."""
+    part_s = part_bytes / (BYTES_PER_S_OF_MBIT * (mbit_s or _UNKNOWN_MBIT_S))
+    num = min(max(least, int(ahead_s / part_s)), most)
+    return num, max(_PART_S, _GAP_FACTOR * num * part_s)
 
 
 def results(taken: Sequence[tuple[int, HeldPart] | None]) -> tuple[PartResult, ...]:
