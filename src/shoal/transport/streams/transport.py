@@ -258,6 +258,9 @@ class StreamTransport(Transport):
                     return await call.answer
                 finally:
                     calling.end(call)
+                    del (
+                        call
+                    )  # its answer may be an error, whose traceback has this frame: nobody would end it
             except ConnectionRetired:
                 if attempt == _DIAL_ATTEMPTS - 1:
                     raise connection.error_for(method) from None
@@ -357,7 +360,11 @@ class StreamTransport(Transport):
                 raise
             raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
         if isinstance(outcome, ShoalError):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                # its traceback has this frame: it would keep itself, and all that its callers hold
+                del outcome, dialing
         return outcome
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
