@@ -109,6 +109,18 @@ def test_processes_survive_a_kill_and_a_stop(is_plain):
     assert result["round_over_ceiling"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+def test_memory_of_processes_is_flat_over_300_kills():
+    """A peer is killed in every round and another one joins; who lives through all of it must not grow."""
+    config = SwarmConfig(size_bytes=512 << 10, num_rounds=1, num_kills=300, is_plain=True)
+    told = list(make_scenario("swarm", msgspec.to_builtins(config), 1).run(lambda text: None))
+    result = summarize_swarm(report_of(told))
+    assert (result["kills"], result["hung"], result["same_bits"]) == (300, 0, True)
+    assert result["rss_growth"] <= 0.02
+
+
 def test_memory_grows_as_much_as_after_the_worse_kind_of_faults():
     told = [
         measured("rss_growth", {"scenario": "kill"}, [0.02, 0.3]),

@@ -108,13 +108,17 @@ def test_a_peer_that_does_not_say_what_it_sees():
 def test_why_the_peer_did_not_get_through(attempt, is_own, words):
     finding = check_dial_back(facts(attempts=NO_WAY, is_own_address=is_own), attempt)
     assert finding.status == "warn"
-    assert f"dialed back to 203.0.113.9:4000 over {attempt.way.upper()}" in finding.says
+    assert f"dialed back to 203.0.113.9:4000 over {attempt.ip_protocol.upper()}" in finding.says
     assert words in finding.says
     assert (
         "shoal doctor --join 198.51.100.7:31337 --listen 0.0.0.0:31337 --secret-file FILE"
         in finding.next_step
     )
-    meaning = "Only outbound works: this peer can take part" if attempt.way == "tcp" else "Others cannot call"
+    meaning = (
+        "Only outbound works: this peer can take part"
+        if attempt.ip_protocol == "tcp"
+        else "Others cannot call"
+    )
     assert meaning in finding.says
 
 

@@ -31,7 +31,7 @@ def test_a_link_of_loopback(run):
 
     (link,) = run(main())
     assert not link.error
-    assert (link.way, link.seen_as) == ("udp", "127.0.0.1")
+    assert (link.ip_protocol, link.seen_as) == ("udp", "127.0.0.1")
     assert len(link.delays_ms) == QUICK.num_calls
     assert all(0 < delay_ms < 500 for delay_ms in link.delays_ms)
     assert link.loss == pytest.approx(0.0, abs=0.2)
@@ -47,7 +47,7 @@ def test_streams_are_timed_where_datagrams_do_not_get_through(run):
 
     (link,) = run(main())
     assert not link.error
-    assert (link.way, link.loss) == ("tcp", None)
+    assert (link.ip_protocol, link.loss) == ("tcp", None)
     assert len(link.delays_ms) == QUICK.num_calls
     assert link.up_mbit_s
 
@@ -59,7 +59,7 @@ def test_a_link_without_streams_has_no_bandwidth(run):
 
     (link,) = run(main())
     assert not link.error
-    assert (link.way, link.up_mbit_s, link.down_mbit_s) == ("udp", None, None)
+    assert (link.ip_protocol, link.up_mbit_s, link.down_mbit_s) == ("udp", None, None)
     assert Profile.parse(to_profile([link], 0.0).to_toml()).ways.default.mbit_s is None
 
 
@@ -80,7 +80,7 @@ def test_a_peer_that_cannot_be_measured_is_a_row_and_others_are_measured(run):
 
 
 def test_a_profile_of_links_is_read_back(tmp_path):
-    other = LinkMeasurement(Address("::1", 9), seen_as="::1", way="tcp", delays_ms=(1.0,))
+    other = LinkMeasurement(Address("::1", 9), seen_as="::1", ip_protocol="tcp", delays_ms=(1.0,))
     profile = to_profile([LINK, other], 1_700_000_000.0)
     path = tmp_path / "recorded.toml"
     path.write_text(profile.to_toml())

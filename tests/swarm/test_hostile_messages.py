@@ -160,7 +160,7 @@ async def survive(num_each, is_listed, **settings):
         training = asyncio.ensure_future(train(world))
         if is_listed:
             me = world.runs[NUM_HONEST].context.me
-            transport = world.runs[NUM_HONEST]._transport  # what it says is in its own name
+            transport = world.runs[NUM_HONEST].transport  # what it says is in its own name
         else:
             host = world.network.host("p9")
             transport = world.make_transport(world, 9, host, peer_id(9))

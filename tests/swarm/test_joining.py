@@ -148,7 +148,7 @@ def test_the_state_comes_from_several_donors_and_a_liar_is_named():
         async with World(num_elements=LEAF_BYTES // 4) as world:
             await world.start_all(3)
             first = world.runs[0].members[0].host  # the first of those who are asked
-            liar = world.runs[int(first[1:])]._transport  # it answers with wrong bytes from now on
+            liar = world.runs[int(first[1:])].transport  # it answers with wrong bytes from now on
 
             def lie(head, buffers):
                 return Reply(buffers=[b"\x01" * LEAF_BYTES])
@@ -188,8 +188,8 @@ def test_a_joiner_never_starts_over_however_many_rounds_its_transfer_takes():
             await asyncio.sleep(30)
             await contribute(world, 7)
             for run in world.runs.values():  # nothing is kept for nobody
-                assert len(run._finished) <= 3
-                assert not run._pins
+                assert len(run.kept.finished) <= 3
+                assert not run.kept.pins
             world.check()
 
     virtual(main())
@@ -261,7 +261,7 @@ def test_joining_fills_the_joiners_line_and_a_killed_donor_costs_little(monkeypa
     ideal_s = 400_000_000 * 8 / 200e6
 
     def lie(world):
-        liar = world.runs[2]._transport  # it answers with wrong bytes from now on
+        liar = world.runs[2].transport  # it answers with wrong bytes from now on
         liar.routes.remove("state.leaf")
         liar.handle(
             "state.leaf",
@@ -346,8 +346,8 @@ def test_members_that_are_listed_for_long_say_what_the_state_is_and_not_newcomer
                 liar = await world.start(number, may_found=False)
                 await world.wait(lambda liar=liar: liar.is_member)
                 # a member whose program was changed: it holds a state of its own making, and names that
-                liar._donor.hold(fake)
-                transport, honest = liar._transport, liar._serve_join
+                liar.kept.donor.hold(fake)
+                transport, honest = liar.transport, liar._serve_join
 
                 async def lie(head, buffers, honest=honest):
                     reply = await honest(head.payload, buffers)
@@ -532,7 +532,7 @@ def test_a_coordinator_that_leaves_says_so_before_it_goes():
 
 def answers_otherwise(run, method, change):
     """Has a member's program be changed: what it answers to a method goes through `change` first."""
-    transport, honest = run._transport, run._serve[method]
+    transport, honest = run.transport, run.calls.handlers[method]
 
     async def lie(head, buffers):
         answer = await honest(head.payload, buffers)
@@ -580,7 +580,7 @@ def test_fewer_than_half_cannot_give_a_joiner_a_false_state(lie, num_members):
             fake = HeldState({**world.runs[0].state.snapshot(), "parameters": torch.ones(NUM_ELEMENTS)})
             liars = [world.runs[number] for number in range((num_members - 1) // 2)]
             for liar in liars:  # a joiner asks them first
-                liar._donor.hold(fake)
+                liar.kept.donor.hold(fake)
                 answers_otherwise(liar, JOIN, lie(world, liars, fake))
             joiner = await world.start(9, may_found=False)
             honest = world.runs[num_members - 1]
@@ -626,5 +626,26 @@ def test_fewer_than_half_cannot_give_a_joiner_false_commits(how):
             names = {(fork, number): name for fork, number, name in honest.history}
             for fork, number, name in joiner.history:
                 assert names.get((fork, number), name) == name
+
+    virtual(main())
+
+
+def test_a_state_that_one_of_two_keeps_does_not_keep_a_joiner_waiting():
+    """Two are listed for long, and most of them must keep what is believed; no round is made meanwhile."""
+
+    async def main():
+        async with World(target_samples=20) as world:
+            await world.start_all(2)
+            for key in range(11):
+                steps = world.runs[0].state.num_steps
+                for number, run in world.runs.items():
+                    run.add(gradient(10 * key + number), 10)
+                await world.wait(lambda steps=steps: world.runs[1].state.num_steps > steps)
+            for number in (0, 1):  # as if one that has joined meanwhile had asked only this one
+                await asyncio.sleep(20.0)
+                world.runs[number].kept.pin()
+                joiner = await world.start(2 + number, may_found=False)
+                await world.wait(lambda joiner=joiner: joiner.is_member, 30)
+            world.check()
 
     virtual(main())

@@ -1,11 +1,12 @@
 """Lines: whose is faster averages more, as rounds have measured it, and limits are kept."""
 
 import asyncio
+import math
 
 import pytest
 
 from shoal.core import Deadline
-from shoal.swarm.membership import UploadMeter
+from shoal.swarm.membership import LineMeter
 from shoal.swarm.plan import make_plan, shares
 from shoal.swarm.wire import Registration
 from shoal.transport import Conditions, Profile
@@ -22,6 +23,19 @@ down_mbit_s = 200
 [ways.default]
 delay_ms = 10
 """
+SLOW_DOWN = (
+    LINES
+    + """
+[places.cellar]
+up_mbit_s = 40
+down_mbit_s = 10
+[peers]
+"p0:*" = "house"
+"p1:*" = "cellar"
+"p2:*" = "house"
+"p3:*" = "house"
+"""
+)
 SLOW_AT_S = 60.0
 SLOW = f"""
 [[fault]]
@@ -69,6 +83,65 @@ def test_shares_follow_a_line_that_becomes_slow_within_three_rounds():
     virtual(main())
 
 
+def test_shares_follow_a_slow_way_down_within_three_rounds():
+    async def main():
+        conditions = Conditions(Profile.parse(SLOW_DOWN), seed=1)
+        async with World(conditions, num_elements=NUM_ELEMENTS, target_samples=20) as world:
+            await world.start_all(4)
+            first, first_s = await a_round(world, 0)
+            assert max(first) - min(first) < 0.1
+            for key in range(1, 4):
+                after, last_s = await a_round(world, key)
+            right = shares([40, 10, 40, 40], 4)
+            assert after[1] <= right[1] + 0.05
+            assert all(abs(mine - due) < 0.12 for mine, due in zip(after, right, strict=True))
+            assert last_s < first_s
+            world.check()
+
+    virtual(main())
+
+
+def test_on_slow_lines_all_that_is_contributed_goes_in():
+    """Were many parts under way at once, they would come together and late, and be taken for lost."""
+
+    async def main():
+        profile = LINES.replace("= 40", "= 10").replace("= 200", "= 50")
+        async with World(
+            Conditions(Profile.parse(profile), seed=1), num_elements=4 * NUM_ELEMENTS, target_samples=20
+        ) as world:
+            await world.start_all(4, 600)
+            for key in range(2):
+                _, took_s = await a_round(world, key)
+                assert (
+                    took_s < 2 * 1.5 * 4 * 4 * NUM_ELEMENTS * 8 / 10e6
+                )  # what the lines need, and half more
+            for run in world.runs.values():
+                assert run.ledger.num_committed >= 0.9 * 10
+            world.check()
+
+    virtual(main())
+
+
+def test_a_way_down_counts_where_it_is_much_slower_than_that_of_most():
+    async def main():
+        async with World() as world:
+            await world.start_all(4)
+            members = world.runs[0].members
+
+            def plan(*taken):
+                found = [Registration(5, 1 << 20, 40.0, mbit_s) for mbit_s in taken]
+                return make_plan(members, dict(enumerate(found)), 1 << 20)
+
+            # nobody can take faster than the others send
+            assert plan(30.0, 25.0, 30.0, 20.0) == plan(0.0, 0.0, 0.0, 0.0) == plan(0.0, 0.0, 0.0, 8.0)
+            found = plan(30.0, 8.0, 30.0, 30.0)
+            told = [Registration(5, 1 << 20, mbit_s) for mbit_s in (40.0, 8.0, 40.0, 40.0)]
+            assert found == make_plan(members, dict(enumerate(told)), 1 << 20)
+            assert plan(30.0, math.nan, 30.0, 30.0).contributors == (0, 2, 3)
+
+    virtual(main())
+
+
 def test_a_line_that_nobody_knows_counts_as_the_others():
     async def main():
         async with World() as world:
@@ -82,23 +155,22 @@ def test_a_line_that_nobody_knows_counts_as_the_others():
     virtual(main())
 
 
-def test_of_a_round_the_fastest_stretch_counts_that_had_nine_tenths_of_the_bytes():
+def test_of_a_round_the_fastest_stretch_counts_that_had_most_of_the_bytes():
     """At its end a round waits for slow receivers, which says nothing of the sender's line."""
-    meter, mbyte = UploadMeter(), 1_000_000
-    for _ in range(10):
-        meter.begin(0.0)
+    meter, mbyte = LineMeter(), 1_000_000
+    begun = [meter.begin(0.0) for _ in range(10)]
     for number in range(1, 10):
-        meter.end(number, mbyte)
-    meter.end(30.0, mbyte)
-    meter.finish_round(30.0)
+        meter.end(begun.pop(), number, mbyte)
+    meter.end(begun.pop(), 30.0, mbyte)
+    meter.finish_round()
     assert meter.mbit_s == pytest.approx(8.0)
-    meter.begin(40.0)
-    meter.end(41.0, 2 * mbyte)
-    meter.finish_round(42.0)
+    late = meter.begin(39.0)
+    meter.end(meter.begin(40.0), 41.0, 4 * mbyte)
+    meter.finish_round()
     assert meter.mbit_s == pytest.approx(12.0)
-    meter.begin(50.0)
-    meter.end(51.0, 1000)  # too little to say anything
-    meter.finish_round(52.0)
+    meter.end(late, 49.0, 100 * mbyte)  # whoever took it is slow
+    meter.end(meter.begin(50.0), 51.0, 1000)  # too little to say anything
+    meter.finish_round()
     assert meter.mbit_s == pytest.approx(12.0)
 
 

@@ -115,6 +115,17 @@ def test_who_lies_about_its_line_reduces_four_times_the_median_at_most():
     assert shares[1] <= (1 << 20) * 4 / 11 + 16
 
 
+def test_who_lies_about_how_fast_averages_come_makes_nobody_else_look_slow():
+    members = [SwarmMember(bytes([number]) * 20, 0, f"p{number}", 1) for number in range(8)]
+
+    def plan(lie):
+        taken = [30.0, 25.0, 40.0, 30.0, 30.0, lie, lie, lie]
+        told = [Registration(10, 1 << 20, 40.0, mbit_s) for mbit_s in taken]
+        return make_plan(members, dict(enumerate(told)), 1 << 20, is_robust=True)
+
+    assert plan(1e12) == plan(30.0) == plan(0.0)
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [
@@ -122,6 +133,8 @@ def test_who_lies_about_its_line_reduces_four_times_the_median_at_most():
         Registration(1 << 50, 1 << 20),
         Registration(5, 1 << 20, math.nan),
         Registration(5, 1 << 20, math.inf),
+        Registration(5, 1 << 20, 10.0, -1.0),
+        Registration(5, 1 << 20, 10.0, math.inf),
     ],
 )
 def test_a_plan_leaves_out_who_registers_nonsense(nonsense):

@@ -103,7 +103,7 @@ def test_averages_of_sparse_values_travel_sparse():
             # of its third of the average, at most three times as much
             assert sent <= 8 * 0.01 * size * 3 * (2 / 3 + 2 / 3 * 3) * 1.1
             commit = next(commit for commit, _ in world.commits.values() if commit.plan)
-            held = world.runs[0]._finished[commit.round].held
+            held = world.runs[0].kept.finished[commit.round].held
             for part, result in enumerate(commit.parts):
                 assert held[part, result.digest].meta.codec == "top-k"
             world.check()
@@ -301,7 +301,7 @@ def test_commits_that_only_change_members_are_aborts():
             run = world.runs[0]
             assert run.state.round > 0
             assert run.state.num_steps == 0
-            assert {one.commit.kind for one in run._finished.values()} == {ABORT}  # how they are kept
+            assert {one.commit.kind for one in run.kept.finished.values()} == {ABORT}  # how they are kept
             await world.runs[2].leave(Deadline.after(20))
             await world.wait(lambda: len(run.members) == 2)
             assert run.state.num_steps == 0
@@ -352,7 +352,7 @@ def test_a_member_speaks_for_itself_alone():
             state = liar.state
             vote = FollowRequest(state.fork, state.round, state.name, victim.context.me, 0, is_leaving=True)
             with pytest.raises(PeerRefused):
-                await liar._transport.call(
+                await liar.transport.call(
                     coordinator.context.me.peer, FOLLOW, vote, deadline=Deadline.after(5)
                 )  # by hand: a run never does so
             await asyncio.sleep(3)

@@ -47,9 +47,9 @@ async def reach(endpoint, address, for_s):
         name, _ = (await endpoint.streams.call(peer, "who", deadline=Deadline.after(10))).payload
         longest_s, num_calls = max(longest_s, loop.time() - began_s), num_calls + 1
         _, origin = (await endpoint.datagrams.call(peer, "who", deadline=Deadline.after(10))).payload
-        way, is_relayed = endpoint.streams.ways()[peer.id], Address.parse(origin).is_relayed
-        if (way != "relayed" and not is_relayed) or deadline.is_past:
-            return {"name": name, "tcp": way, "udp": "relayed" if is_relayed else "punched"} | {
+        kind, is_relayed = endpoint.streams.connection_kinds()[peer.id], Address.parse(origin).is_relayed
+        if (kind != "relayed" and not is_relayed) or deadline.is_past:
+            return {"name": name, "tcp": kind, "udp": "relayed" if is_relayed else "punched"} | {
                 "num_calls": num_calls,
                 "longest_s": longest_s,
                 "num_tried": endpoint.punching.num_tried,

@@ -141,7 +141,7 @@ def test_dialing_back_to_a_port_where_nobody_listens(run):
                 return await dial_back(client.streams, there, wish)
 
     told = run(main())
-    assert [(attempt.way, attempt.outcome) for attempt in told.attempts] == [
+    assert [(attempt.ip_protocol, attempt.outcome) for attempt in told.attempts] == [
         ("tcp", "refused"),
         ("udp", "silent"),
     ]
@@ -151,7 +151,7 @@ def test_dialing_back_to_a_port_where_nobody_listens(run):
 def test_a_peer_dials_its_caller_and_nobody_else(run):
     """The question has no room for a host, and a stranger at the port is found out where ids are known."""
     swarm = Swarm()
-    assert DialBack.__struct_fields__ == ("port", "ways", "patience_s")
+    assert DialBack.__struct_encode_fields__ == ("port", "ways", "patience_s")
 
     async def main():
         async with pair(swarm) as (client, _, _, there):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.transport.memory import ALIGNMENT_BYTES, BufferPool, byte_view
+from shoal.transport.memory import ALIGNMENT_BYTES, IDLE_S, BufferPool, byte_view
 
 SIZES = [1, 2, 63, 64, 65, 1000, 2047, 2048, 2049, 4096, 65_535, 65_536, 65_537, 100_000, 1 << 20, 3_333_333]
 
@@ -85,6 +85,21 @@ def test_idle_memory_is_bounded_and_can_be_cleared():
     kept = pool.allocate(200_000)
     assert pool.idle_bytes == 0
     del kept
+
+
+def test_sizes_that_nobody_needs_any_more_are_given_back():
+    """Else a pool would grow with every new size, as when peers come and go and shares change."""
+    clock_s = 0.0
+    pool = BufferPool(clock=lambda: clock_s)
+    for size in range(200_000, 400_000, 1000):
+        clock_s += 1.0
+        held = [pool.allocate(size), pool.allocate(300_000)]
+        del held
+        assert pool.idle_bytes < (IDLE_S + 5) * 400_000
+    clock_s += IDLE_S
+    view = pool.allocate(100_000)
+    del view
+    assert pool.idle_bytes < 2 * 400_000
 
 
 def test_dear_memory_serves_smaller_sizes_and_where_it_ends_plain_memory_does():

@@ -65,7 +65,7 @@ async def who(one, other, transport="streams"):
 
 
 def way(one, other):
-    return one.streams.ways().get(other.peer_id)
+    return one.streams.connection_kinds().get(other.peer_id)
 
 
 async def met(swarm, kinds, wait_s=30.0):

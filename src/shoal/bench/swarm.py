@@ -57,6 +57,7 @@ _MEET_S = 60.0
 _HUNG_S = 30.0
 _PART_BYTES = 1 << 20
 _NUM_IN_FLIGHT = 8
+_NUM_SPARES = 2
 _MIN_FAILED = 10  # failed rounds from which on growth of memory is told
 _HIVEMIND_S = 180.0
 _OBSERVER = 1  # the number of the peer that is never hit
@@ -143,9 +144,7 @@ class _BenchPeer:
         self._number: int = arguments["number"]
         self._num_elements = arguments["size_bytes"] // 4
         self._transport = StreamTransport(membership=membership, peer_id=identity.peer_id)
-        self._settings = SwarmSettings(
-            target_samples=arguments["num_peers"], bandwidth=arguments["bandwidth"]
-        )
+        self._settings = SwarmSettings(target_samples=arguments["num_peers"])
         self._optimizer = CommittedSGD(0.5)
         self._make = SwarmRun
         self._run: Any = None
@@ -166,10 +165,11 @@ class _BenchPeer:
     def _serve_take(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         return Reply(buffers=[memoryview(self._part)[: head.payload]])
 
-    async def join(self, contacts: list[int]) -> dict[str, float]:
+    async def join(self, contacts: list[int], bandwidth: float) -> dict[str, float]:
         """Founds the run, or joins it; returns the seconds until this peer is listed."""
         import torch
 
+        settings = msgspec.structs.replace(self._settings, bandwidth=bandwidth)
         began_s = time.monotonic()
         self._run = self._make(
             self._transport,
@@ -177,7 +177,7 @@ class _BenchPeer:
             "bench",
             torch.zeros(self._num_elements),
             self._optimizer,
-            settings=self._settings,
+            settings=settings,
             contacts=[Peer(Address(_HOST, port)) for port in contacts],
             may_found=not contacts,
         )
@@ -264,17 +264,22 @@ async def _all(calls: Sequence[Any]) -> None:
 class _Member:
     """One peer's process."""
 
-    def __init__(self, process: Child, number: int, *, is_plain: bool) -> None:
-        told = process.expect()
+    def __init__(self, process: Child, number: int, ending: contextlib.ExitStack) -> None:
         self.process = process
+        self.ending = ending
+        """What is left to do for its process."""
         self.number = number
-        self.is_plain = is_plain
+        self.is_plain = False
         """Whether it reduces nothing."""
-        self.port: int = told["port"]
-        self.pid: int = told["pid"]
+        self.port = self.pid = 0
         self.num_failed = 0
         self.rss_bytes: list[int] = []
         """After each failed round that it lived through."""
+
+    def wait_until_up(self) -> None:
+        """Waits until its process has started."""
+        told = self.process.expect()
+        self.port, self.pid = told["port"], told["pid"]
 
     def hit(self, what: signal.Signals) -> None:
         os.kill(self.pid, what)
@@ -295,25 +300,26 @@ class _Swarm:
         self._secret = "" if config.is_plain else new_secret()
         self._num_started = 0
 
-    def start(self, *, is_plain: bool = False) -> _Member:
-        """Starts a process, which does not join yet."""
+    def start(self) -> _Member:
+        """Starts a process, which is not waited for and does not join yet."""
         config, number = self._config, self._num_started
         arguments = {
             "number": number,
             "num_peers": config.num_peers,
             "size_bytes": config.size_bytes,
             "secret": self._secret,
-            "bandwidth": _NO_BANDWIDTH if is_plain else 1.0,
         }
         self._num_started += 1
-        process = self._stack.enter_context(
-            child("shoal.bench.swarm:run_peer", arguments, name=f"peer {number}")
-        )
-        return _Member(process, number, is_plain=is_plain)
+        ending = self._stack.enter_context(contextlib.ExitStack())
+        name = f"peer {number}"
+        process = ending.enter_context(child("shoal.bench.swarm:run_peer", arguments, name=name))
+        return _Member(process, number, ending)
 
-    def add(self, member: _Member) -> None:
+    def add(self, member: _Member, *, is_plain: bool = False) -> None:
         """Has it join, and waits until all list it."""
-        joined = member.process.ask("join", contacts=[other.port for other in self.members])
+        member.is_plain = is_plain
+        contacts = [other.port for other in self.members]
+        joined = member.process.ask("join", contacts=contacts, bandwidth=_NO_BANDWIDTH if is_plain else 1.0)
         if self.members:
             self.join_s.append(joined["join_s"])
         self.members.append(member)
@@ -355,6 +361,7 @@ class SwarmScenario:
             swarm = _Swarm(config, stack)
             started = [swarm.start() for _ in range(config.num_peers)]
             for number, member in enumerate(started, 1):
+                member.wait_until_up()
                 swarm.add(member)
                 tell(f"peers in the run: {number} of {config.num_peers}")
             yield from self._clean(swarm, tell)
@@ -373,7 +380,7 @@ class SwarmScenario:
     # --- undisturbed ---
 
     def _clean(self, swarm: _Swarm, tell: Tell) -> Iterator[Row]:
-        from shoal.swarm.run import PIN_S
+        from shoal.swarm.kept import PIN_S
 
         found: dict[str, list[float]] = {}
         warm_s = time.monotonic() + PIN_S  # until then peers keep what those who have just joined might need
@@ -421,8 +428,12 @@ class SwarmScenario:
         usual_s = self._one_round(swarm)["round"]
         times_s: list[float] = []
         num_hung = num_equal = 0
+        spares: list[_Member] = []  # two are on their way up meanwhile: that takes longer than a round
         for number in range(num):
-            after_s = self._fault(swarm, kind, _ROLES[number % len(_ROLES)], usual_s)
+            if kind == "kill":
+                spares += [swarm.start() for _ in range(min(_NUM_SPARES, num - number) - len(spares))]
+            spare = spares.pop(0) if spares else None
+            after_s = self._fault(swarm, spare, _ROLES[number % len(_ROLES)], usual_s)
             if after_s is None:
                 num_hung += 1
             else:
@@ -446,26 +457,29 @@ class SwarmScenario:
         if growth:
             yield self._row("rss_growth", key, growth)
 
-    def _fault(self, swarm: _Swarm, kind: str, role: str, usual_s: float) -> float | None:
-        """Hits one peer in the middle of a round; returns how long after it the last of the others has
-        committed a step, None if it never does.
+    def _fault(self, swarm: _Swarm, spare: _Member | None, role: str, usual_s: float) -> float | None:
+        """Hits one peer in the middle of a round: kills it where there is a spare, else stops it for a while.
+
+        Returns how long after it the last of the others has committed a step, None if it never does.
         """
+        if spare is not None:
+            spare.wait_until_up()
         before = swarm.settle()
         victim = self._victim(swarm, role, before)
-        spare = swarm.start(is_plain=victim.is_plain or role == "reducer") if kind == "kill" else None
         others = [member for member in swarm.members if member is not victim]
         steps = max(look["steps"] for look in before)
         swarm.ask("contribute")
         time.sleep(self._choice.uniform(0, usual_s))
         hit_s = time.monotonic()
-        victim.hit(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        victim.hit(signal.SIGSTOP if spare is None else signal.SIGKILL)
         # who has gone on computes more: what the victim took along is not waited for, and where the signal
         # came too late for the round it is timed in the next one
         swarm.ask("contribute", others, samples=self._config.num_peers)
         ends = swarm.ask("wait_for_step", others, after=steps, limit_s=_HUNG_S, since_s=hit_s)
         if spare is not None:
             swarm.members.remove(victim)
-            swarm.add(spare)
+            victim.ending.close()
+            swarm.add(spare, is_plain=victim.is_plain or role == "reducer")
         else:
             victim.hit(signal.SIGCONT)
         if any(end["at_s"] is None for end in ends):

@@ -308,7 +308,7 @@ def run_view(run: str, answers: Answers) -> View:
     furthest = max((facts for facts in found if facts.is_member), key=lambda one: one.round, default=None)
     if furthest is not None and any(way != "dialed" for way in furthest.ways):
         notes.append(f"members: {ways_in_words(furthest.ways)}; who is a client cannot be asked")
-        links = ", ".join(f"{num} {way}" for way, num in sum_links(found).items())
+        links = ", ".join(f"{num} {kind}" for kind, num in sum_links(found).items())
         notes.append(f"connections with other members, of all that answer: {links or 'none'}")
     notes += [
         f"{peer.address} does not answer: {error.what}"
@@ -335,10 +335,12 @@ def run_view(run: str, answers: Answers) -> View:
 
 
 def sum_links(found: Sequence[MemberFacts]) -> dict[str, int]:
-    """Counts connections with other members by their way, over all that answer."""
-    from shoal.transport.streams.transport import CONNECTION_WAYS
+    """Counts connections with other members by their kind, over all that answer."""
+    from shoal.transport.streams.transport import CONNECTION_KINDS
 
-    return {way: num for way in CONNECTION_WAYS if (num := sum(facts.links.get(way, 0) for facts in found))}
+    return {
+        kind: num for kind in CONNECTION_KINDS if (num := sum(facts.links.get(kind, 0) for facts in found))
+    }
 
 
 def _share(facts: MemberFacts) -> float:

@@ -13,7 +13,7 @@ from shoal.core.ids import is_loopback
 from shoal.doctor.checks import CheckResult, fail, ok, warn
 from shoal.doctor.joining import CLOCK_FAIL_S, CLOCK_WARN_S, JoinFacts, any_host, date, duration
 from shoal.transport.frames import VERSION
-from shoal.transport.introductions import Attempt, Introduction, Way
+from shoal.transport.introductions import Attempt, Introduction, IpProtocol
 from shoal.transport.network.sockets import is_wildcard
 
 ROWS = (
@@ -146,7 +146,7 @@ def _after_answering(facts: JoinFacts, about: Introduction) -> dict[str, CheckRe
         says = f"The peer was asked to dial back, and did not: {facts.dial_back_error}"
         found["TCP from peer"] = warn(says, "try again in ten seconds.")
     for attempt in facts.attempts:
-        found[f"{attempt.way.upper()} from peer"] = check_dial_back(facts, attempt)
+        found[f"{attempt.ip_protocol.upper()} from peer"] = check_dial_back(facts, attempt)
     if (reached := check_reached(facts)) is not None:
         found["reached"] = reached
     return found
@@ -201,52 +201,52 @@ def _clock(facts: JoinFacts) -> CheckResult:
 # --- to the peer ---
 
 
-def check_out(facts: JoinFacts, way: Way, *, is_peer: bool = False) -> CheckResult:
+def check_out(facts: JoinFacts, ip_protocol: IpProtocol, *, is_peer: bool = False) -> CheckResult:
     """Whether calls reach the peer over one way; `is_peer`: a Shoal peer is known to be there."""
-    out, tried = facts.out(way), f"Called {facts.target} over {way.upper()}"
+    out, tried = facts.out(ip_protocol), f"Called {facts.target} over {ip_protocol.upper()}"
     if out.about is not None:
         who = f"peer {out.about.peer_id[:8]}" if out.about.peer_id else "a peer without an id"
         says = f"{tried}: {who} answered, a round trip takes {duration(out.round_trip_s)}."
         return ok(says, round_trip_s=out.round_trip_s, peer_id=out.about.peer_id)
     if is_peer:
-        return ok(f"Dialed {facts.target} over {way.upper()}: a Shoal peer is there.")
-    other = facts.udp if way == "tcp" else facts.tcp
+        return ok(f"Dialed {facts.target} over {ip_protocol.upper()}: a Shoal peer is there.")
+    other = facts.udp if ip_protocol == "tcp" else facts.tcp
     if other.outcome == "ok":
-        return _only_this_way(facts, way, tried)
-    return _no_way(facts, way, tried)
+        return _only_this_way(facts, ip_protocol, tried)
+    return _no_way(facts, ip_protocol, tried)
 
 
-def _only_this_way(facts: JoinFacts, way: Way, tried: str) -> CheckResult:
+def _only_this_way(facts: JoinFacts, ip_protocol: IpProtocol, tried: str) -> CheckResult:
     """The other way gets through, so the machine and the peer are there."""
-    name, other, port = way.upper(), "UDP" if way == "tcp" else "TCP", facts.target.port
+    name, other, port = ip_protocol.upper(), "UDP" if ip_protocol == "tcp" else "TCP", facts.target.port
     publish = f"in a container, publish both: -p {port}:{port}/tcp -p {port}:{port}/udp"
-    reach = _reach(facts, way)
+    reach = _reach(facts, ip_protocol)
     if reach == "refused":
         return fail(
             f"{tried}: refused, while {other} gets through. A firewall rejects {name}, or what passes "
             f"packets on to the peer does so for {other} only.",
-            f"{_allow(facts.target.host, port, way)}; {publish}",
+            f"{_allow(facts.target.host, port, ip_protocol)}; {publish}",
         )
     if reach == "silent":
         return fail(
             f"{tried}: no answer within {facts.patience_s:g} s, while {other} gets through. A firewall drops "
             f"{name} at one of the two machines or between them, or what passes packets on to the peer (a "
             f"tunnel, a container's port) does so for {other} only.",
-            f"{_allow(facts.target.host, port, way)}; {publish}",
+            f"{_allow(facts.target.host, port, ip_protocol)}; {publish}",
         )
     is_clock = abs(facts.tcp.ahead_s) > CLOCK_FAIL_S  # a sealed greeting is refused when it looks old
     return fail(
-        f"{tried}: it said no, while {other} gets through. {facts.out(way).says}",
+        f"{tried}: it said no, while {other} gets through. {facts.out(ip_protocol).says}",
         "see clock." if is_clock else "run it again with -v (shoal -v doctor …), and read the peer's log.",
     )
 
 
-def _no_way(facts: JoinFacts, way: Way, tried: str) -> CheckResult:
-    target, reach = facts.target, _reach(facts, way)
-    if way == "udp" and reach != "unknown host":
+def _no_way(facts: JoinFacts, ip_protocol: IpProtocol, tried: str) -> CheckResult:
+    target, reach = facts.target, _reach(facts, ip_protocol)
+    if ip_protocol == "udp" and reach != "unknown host":
         return fail(f"{tried}: no answer either.", "see TCP to peer.")
     if reach == "unknown host":
-        if way == "udp":
+        if ip_protocol == "udp":
             return fail(f"The name {target.host!r} is not known here.", "see TCP to peer.")
         return fail(
             f"The name {target.host!r} is not known here, so nothing could be sent to it.",
@@ -291,13 +291,13 @@ def _where_to_listen(facts: JoinFacts, port: int) -> str:
     return str(address) if is_loopback(host) else f"{address} --insecure"
 
 
-def _reach(facts: JoinFacts, way: Way) -> str:
+def _reach(facts: JoinFacts, ip_protocol: IpProtocol) -> str:
     """How far packets came; for TCP a closer look knows better than the call."""
-    return facts.look.reach if way == "tcp" and facts.look else facts.out(way).outcome
+    return facts.look.reach if ip_protocol == "tcp" and facts.look else facts.out(ip_protocol).outcome
 
 
-def _allow(host: str, port: int, way: Way | None = None) -> str:
-    name, suffix = (way.upper(), f"/{way}") if way else ("TCP and UDP", "")
+def _allow(host: str, port: int, ip_protocol: IpProtocol | None = None) -> str:
+    name, suffix = (ip_protocol.upper(), f"/{ip_protocol}") if ip_protocol else ("TCP and UDP", "")
     return (
         f"allow {name} to port {port} in the firewall of {host} (sudo ufw allow {port}{suffix}, or its "
         "cloud's security group)"
@@ -357,7 +357,7 @@ def _was_reached(facts: JoinFacts) -> bool:
 
 def check_dial_back(facts: JoinFacts, attempt: Attempt) -> CheckResult:
     """Whether the peer got through to this one, and what it means if it did not."""
-    name, where = attempt.way.upper(), facts.seen_as
+    name, where = attempt.ip_protocol.upper(), facts.seen_as
     tried = f"The peer dialed back to {where} over {name}"
     if attempt.outcome == "ok":
         return ok(f"{tried} and got through.")
@@ -369,12 +369,12 @@ def check_dial_back(facts: JoinFacts, attempt: Attempt) -> CheckResult:
         if is_only_outbound and attempt is facts.attempts[0]
         else f"Others cannot call this peer over {name}."
     )
-    return warn(f"{tried} {_why_not_back(facts, attempt)} {meaning}", _open_up(facts, attempt.way))
+    return warn(f"{tried} {_why_not_back(facts, attempt)} {meaning}", _open_up(facts, attempt.ip_protocol))
 
 
 def check_reached(facts: JoinFacts) -> CheckResult | None:
     """In which of three ways this peer takes part: dialed, through its router or relays, or as a client."""
-    over_tcp = [attempt.outcome for attempt in facts.attempts if attempt.way == "tcp"]
+    over_tcp = [attempt.outcome for attempt in facts.attempts if attempt.ip_protocol == "tcp"]
     if "ok" in over_tcp:
         return ok(f"Others dial this peer at {facts.seen_as}: it does all that a peer can.", way="dialed")
     way_in = facts.way_in
@@ -423,12 +423,12 @@ def _why_not_back(facts: JoinFacts, attempt: Attempt) -> str:
     return f"and failed: {' '.join(attempt.says.split())}"
 
 
-def _open_up(facts: JoinFacts, way: Way) -> str:
+def _open_up(facts: JoinFacts, ip_protocol: IpProtocol) -> str:
     port = facts.port_to_open
     first = (
-        _allow("this machine", port, way)
+        _allow("this machine", port, ip_protocol)
         if facts.is_own_address
-        else f"have the router pass {way.upper()} port {port} on to this machine"
+        else f"have the router pass {ip_protocol.upper()} port {port} on to this machine"
     )
     listen = _where_to_listen(facts, port)
     return f"{first}, then try it: shoal doctor --join {facts.target} --listen {listen}"

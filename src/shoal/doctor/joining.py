@@ -32,13 +32,13 @@ from shoal.transport.endpoint import Endpoint
 from shoal.transport.frames import HEADER, MAGIC
 from shoal.transport.introductions import (
     DIAL_BACK,
-    WAYS,
+    IP_PROTOCOLS,
     Attempt,
     DialBack,
     DialedBack,
     Introduction,
+    IpProtocol,
     Outcome,
-    Way,
     ask_about,
     outcome_of,
 )
@@ -55,7 +55,7 @@ CLOCK_FAIL_S = 30.0
 
 
 class CallResult(msgspec.Struct, frozen=True):
-    """How calling the peer went over one way."""
+    """How calling the peer went over one protocol."""
 
     outcome: Outcome
     says: str = ""
@@ -111,9 +111,9 @@ class JoinFacts(msgspec.Struct, frozen=True):
         """What the peer says of itself."""
         return self.tcp.about or self.udp.about
 
-    def out(self, way: Way) -> CallResult:
-        """How calling the peer went over this way."""
-        return self.tcp if way == "tcp" else self.udp
+    def out(self, ip_protocol: IpProtocol) -> CallResult:
+        """How calling the peer went over this protocol."""
+        return self.tcp if ip_protocol == "tcp" else self.udp
 
 
 def any_host(like: str) -> str:
@@ -177,7 +177,8 @@ async def join(
     async with new_endpoint(member, network) as endpoint:
         listens = await endpoint.listen(listen or usual)
         out = await fanout(
-            [_call(endpoint, way, target, patience_s) for way in WAYS], Deadline.after(patience_s + _MARGIN_S)
+            [_call(endpoint, one, target, patience_s) for one in IP_PROTOCOLS],
+            Deadline.after(patience_s + _MARGIN_S),
         )
         tcp, udp = (_failed(each) if isinstance(each, Exception) else each for each in out)
         facts = JoinFacts(
@@ -218,17 +219,19 @@ async def _where_to_listen(target: Address, member: Member, network: Network, pa
     return Address("::" if is_v6 else "0.0.0.0", 0)
 
 
-async def _call(endpoint: Endpoint, way: Way, target: Address, patience_s: float) -> CallResult:
+async def _call(
+    endpoint: Endpoint, ip_protocol: IpProtocol, target: Address, patience_s: float
+) -> CallResult:
     """Ask who is there, once to make a connection, then to measure: the quickest counts."""
-    transport = endpoint.streams if way == "tcp" else endpoint.datagrams
+    transport = endpoint.streams if ip_protocol == "tcp" else endpoint.datagrams
     clock = endpoint.network.clock
     deadline = Deadline.after(patience_s)
     best: CallResult | None = None
     try:
-        await ask_about(transport, target, way, deadline)
+        await ask_about(transport, target, ip_protocol, deadline)
         for _ in range(_NUM_ROUND_TRIPS):
             began_s, began_wall_s = clock.now_s(), clock.wall_s()
-            about = await ask_about(transport, target, way, deadline)
+            about = await ask_about(transport, target, ip_protocol, deadline)
             took_s = clock.now_s() - began_s
             if best is None or took_s < best.round_trip_s:
                 best = CallResult("ok", "", about, took_s, about.wall_s - (began_wall_s + took_s / 2))
@@ -255,7 +258,7 @@ async def _dialed_back(endpoint: Endpoint, facts: JoinFacts) -> JoinFacts:
     if about is None:
         return facts
     transport = endpoint.streams if facts.tcp.outcome == "ok" else endpoint.datagrams
-    wish = DialBack(facts.listens.port, WAYS, facts.patience_s)
+    wish = DialBack(facts.listens.port, IP_PROTOCOLS, facts.patience_s)
     if (host := _host(about.seen_as)) is not None:
         is_own = await _is_own(endpoint.network, host)
         facts = msgspec.structs.replace(

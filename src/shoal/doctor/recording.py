@@ -19,11 +19,18 @@ from shoal.doctor.checks import STYLES
 from shoal.doctor.joining import Member, date, failure_text, new_endpoint
 from shoal.report.tables import Column, Table
 from shoal.transport.endpoint import Endpoint
-from shoal.transport.introductions import MAX_BULK_BYTES, SINK, SOURCE, Introduction, Source, Way, ask_about
+from shoal.transport.introductions import (
+    MAX_BULK_BYTES,
+    SINK,
+    SOURCE,
+    Introduction,
+    IpProtocol,
+    Source,
+    ask_about,
+)
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.network.distributions import Recorded
-from shoal.transport.network.profiles import Between, Profile, Ways, patterns_of
-from shoal.transport.network.profiles import Way as ProfileWay
+from shoal.transport.network.profiles import Between, Profile, Way, Ways, patterns_of
 from shoal.transport.network.sockets import Network, SocketNetwork
 
 _MIN_DELAYS = 5
@@ -54,7 +61,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True):
     peer: Address
     seen_as: str = ""
     """This machine's host as the peer sees it."""
-    way: Way = "udp"
+    ip_protocol: IpProtocol = "udp"
     """What small calls went over: TCP where UDP does not get through."""
     delays_ms: tuple[float, ...] = ()
     """The delays of one way, in the order of measurement."""
@@ -112,8 +119,8 @@ def to_profile(links: list[LinkMeasurement], wall_s: float) -> Profile:
     )
 
 
-def _way(delays_ms: tuple[float, ...], loss: float | None) -> ProfileWay:
-    return ProfileWay(delay_ms=Recorded(list(delays_ms)), loss=None if loss is None else round(loss, 6))
+def _way(delays_ms: tuple[float, ...], loss: float | None) -> Way:
+    return Way(delay_ms=Recorded(list(delays_ms)), loss=None if loss is None else round(loss, 6))
 
 
 # --- measuring ---
@@ -123,11 +130,11 @@ async def _measure(
     endpoint: Endpoint, peer: Address, effort: Effort, tell: Callable[[str], None]
 ) -> LinkMeasurement:
     tell(f"{peer}: small calls")
-    way, about = await _first_answer(endpoint, peer, effort.patience_s)
-    delays_s, loss = await _delays(endpoint, peer, way, effort)
+    ip_protocol, about = await _first_answer(endpoint, peer, effort.patience_s)
+    delays_s, loss = await _delays(endpoint, peer, ip_protocol, effort)
     tell(f"{peer}: bandwidth")
     up_mbit_s = down_mbit_s = None
-    has_streams = way == "tcp" or await _has_streams(endpoint, peer, effort.patience_s)
+    has_streams = ip_protocol == "tcp" or await _has_streams(endpoint, peer, effort.patience_s)
     if has_streams:
         clock = endpoint.network.clock
         block = memoryview(endpoint.network.random.randbytes(_BLOCK_BYTES))
@@ -145,7 +152,7 @@ async def _measure(
     return LinkMeasurement(
         peer=peer,
         seen_as=Address.parse(about.seen_as).host,
-        way=way,
+        ip_protocol=ip_protocol,
         delays_ms=tuple(_round(delay_s * 1e3) for delay_s in delays_s),
         loss=loss,
         up_mbit_s=up_mbit_s,
@@ -153,7 +160,9 @@ async def _measure(
     )
 
 
-async def _first_answer(endpoint: Endpoint, peer: Address, patience_s: float) -> tuple[Way, Introduction]:
+async def _first_answer(
+    endpoint: Endpoint, peer: Address, patience_s: float
+) -> tuple[IpProtocol, Introduction]:
     """Over UDP where that works."""
     try:
         return "udp", await ask_about(endpoint.datagrams, peer, "udp", Deadline.after(patience_s))
@@ -170,10 +179,10 @@ async def _has_streams(endpoint: Endpoint, peer: Address, patience_s: float) -> 
 
 
 async def _delays(
-    endpoint: Endpoint, peer: Address, way: Way, effort: Effort
+    endpoint: Endpoint, peer: Address, ip_protocol: IpProtocol, effort: Effort
 ) -> tuple[list[float], float | None]:
     """One-way delays, and the share of datagrams that is lost one way."""
-    transport = endpoint.datagrams if way == "udp" else endpoint.streams
+    transport = endpoint.datagrams if ip_protocol == "udp" else endpoint.streams
     clock, stats = endpoint.network.clock, endpoint.datagrams.stats
     began = msgspec.structs.replace(stats)
     end_s = clock.now_s() + effort.calls_s
@@ -187,7 +196,7 @@ async def _delays(
         resent, sent_s = stats.resent, clock.now_s()
         num_calls += 1
         try:
-            await ask_about(transport, peer, way, Deadline.after(effort.patience_s))
+            await ask_about(transport, peer, ip_protocol, Deadline.after(effort.patience_s))
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"{peer} stopped answering after {num_calls} small calls.",
@@ -196,7 +205,7 @@ async def _delays(
         took_s = clock.now_s() - sent_s
         # a call that was sent again tells how long this side waits, not how long the way is
         (late_s if stats.resent != resent else delays_s).append(took_s / 2)
-    if way == "tcp":
+    if ip_protocol == "tcp":
         return delays_s, None
     # what was sent again although the answer was on its way comes twice
     num_resent = stats.resent - began.resent
@@ -271,6 +280,6 @@ def links_table(links: Sequence[LinkMeasurement]) -> Table:
         loss = "-" if link.loss is None else f"{link.loss:.2%}"
         speeds = ("-" if speed is None else f"{speed:,g}" for speed in (link.up_mbit_s, link.down_mbit_s))
         table.rows.append(
-            (str(link.peer), f"{p50_ms:.3g} ms", f"{p95_ms:.3g} ms", loss, *speeds, link.way.upper())
+            (str(link.peer), f"{p50_ms:.3g} ms", f"{p95_ms:.3g} ms", loss, *speeds, link.ip_protocol.upper())
         )
     return table

@@ -51,7 +51,7 @@ from shoal.swarm.run import SwarmRun
 from shoal.swarm.wire import TRAINER
 from shoal.tensors import Codec
 from shoal.transport import Head, Reply
-from shoal.transport.streams.transport import CONNECTION_WAYS
+from shoal.transport.streams.transport import CONNECTION_KINDS
 
 log = logging.getLogger(__name__)
 
@@ -395,10 +395,10 @@ class BlockingSwarmRun:
         )
 
     def _links(self, run: SwarmRun) -> dict[str, int]:
-        """Counts the other members by the way in which this one is connected with them."""
-        ways = self._swarm.dht.endpoint.streams.ways()
-        found = [ways.get(PeerId(member.id_bytes)) for member in run.members]
-        return {way: found.count(way) for way in CONNECTION_WAYS if way in found}
+        """Counts the other members by how this one is connected with them."""
+        kinds = self._swarm.dht.endpoint.streams.connection_kinds()
+        found = [kinds.get(PeerId(member.id_bytes)) for member in run.members]
+        return {kind: found.count(kind) for kind in CONNECTION_KINDS if kind in found}
 
     async def close(self, *, is_in_order: bool) -> None:
         """Leaves, if that is to be in order, and ends this member; for code on the loop."""

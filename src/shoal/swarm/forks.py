@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from shoal.core import Deadline, Peer, ShoalError, fanout
-from shoal.swarm.membership import MemberContext
+from shoal.swarm.membership import CallPeer, MemberContext
 from shoal.swarm.round import SwarmRound
 from shoal.swarm.state import CommittedState
 from shoal.swarm.wire import FORK, MEET, ForkRequest, MeetReply, MeetRequest, SwarmMember
@@ -31,8 +30,6 @@ _AGREED_S = 60.0
 """For so long a fork that has let another one end does not end itself."""
 _ALSO_SHARE = 0.5
 """Who has been without a quorum for this share of the time agrees that there is none."""
-
-CallPeer = Callable[[Peer, str, Any, float], Coroutine[Any, Any, Any]]
 
 
 class ForkKeeper:

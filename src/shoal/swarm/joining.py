@@ -20,8 +20,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.core import Deadline, Peer, PeerRefused, Scope, fanout
-from shoal.swarm.wire import JOIN, Commit, JoinReply, JoinRunRequest, SwarmMember
+from shoal.core import Deadline, Peer, Scope, fanout
+from shoal.swarm.calls import ask
+from shoal.swarm.kept import NUM_KEPT
+from shoal.swarm.membership import CallPeer, MemberContext
+from shoal.swarm.state import CommittedState
+from shoal.swarm.wire import (
+    COMMITS,
+    JOIN,
+    Commit,
+    CommitsRequest,
+    JoinReply,
+    JoinRunRequest,
+    SwarmMember,
+)
 from shoal.tensors.transfer import StateTaker
 from shoal.transport import Transport
 
@@ -37,6 +49,8 @@ NUM_COMMITS_TRUSTED = 10
 NUM_REPLIES, NUM_TELLERS = 3, 5
 """So many answers that are alike are enough; and so many are asked for commits at once."""
 _ASK_S = 2.0
+_SLOW_S = 10.0
+"""A joiner that falls behind for so long says so."""
 _TRANSFER_S = 600.0
 
 
@@ -54,6 +68,11 @@ class RunStateTaker:
         self.trusted: dict[Peer, None] = {}
         """Members that are listed for long, as most of those say who were asked."""
         self._taker: tuple[str, StateTaker] | None = None
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self._run
 
     @property
     def taking(self) -> str:
@@ -144,11 +163,74 @@ class RunStateTaker:
         return _replies(await fanout(calls, Deadline.after(wait_s)))
 
     async def _ask(self, peer: Peer, request: JoinRunRequest, wait_s: float) -> JoinReply:
-        reply = await self._transport.call(peer, JOIN, request, deadline=Deadline.after(wait_s))
-        try:
-            return msgspec.convert(reply.payload, JoinReply)
-        except msgspec.ValidationError as error:
-            raise PeerRefused(f"A member answered with something else: {error}") from None
+        reply: JoinReply = await ask(self._transport, peer, JOIN, request, wait_s)
+        return reply
+
+
+class JoinHelpers:
+    """Those who keep what a joiner needs: they hear how far it is, and give the commits that it lacks."""
+
+    def __init__(
+        self, taker: RunStateTaker, context: MemberContext, state: CommittedState, call_peer: CallPeer
+    ) -> None:
+        self.problem = ""
+        """What keeps this peer from becoming a member, if anything does."""
+        self.newest = -1
+        """The latest round of the fork that they have told of."""
+        self._taker = taker
+        self._context = context
+        self._state = state
+        self._call_peer = call_peer
+
+    async def commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
+        """Fetches the commits that are not applied here, as most of a few say that keep them."""
+        request = CommitsRequest(self._state.fork, self._state.round)
+        peers = list(dict.fromkeys([*self._taker.helpers, *(member.peer for member in members[:MAX_ASKED])]))
+        while peers:
+            some, peers = peers[:NUM_TELLERS], peers[NUM_TELLERS:]
+            answers = await fanout(
+                [self._call_peer(peer, COMMITS, request, _ASK_S) for peer in some],
+                Deadline.after(2 * _ASK_S),
+                is_enough=lambda done: agree([one for one in done if isinstance(one, list)]),
+            )
+            told = [answer for answer in answers if isinstance(answer, list)]
+            if told:
+                return agreed_commits(told)
+        return []
+
+    async def tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> None:
+        """Tells the first members in the order, the coordinator among them, and the donors."""
+        for reply in await self._taker.tell(request, wait_s):
+            if reply.fork == self._state.fork:
+                self.newest = max(self.newest, reply.round)
+
+    async def keep_told(self, found: JoinReply, scope: Scope) -> None:
+        """Has them keep what this member still needs, and says when it falls behind; ends when cancelled."""
+        loop, state = asyncio.get_running_loop(), self._state
+        since: tuple[float, int, int] | None = None
+        while True:
+            await asyncio.sleep(JOIN_BEAT_S)
+            taking = self._taker.taking
+            if taking or state.fork != found.fork:
+                since, number = None, -1
+            else:
+                self.newest = max(self.newest, state.round)
+                since, number = since or (loop.time(), state.round, self.newest), state.round
+            if taking or since:
+                request = JoinRunRequest(self._taker.run, self._context.me, found.fork, number, taking)
+                # while the line is full answers come late, and the requests must not
+                scope.start_soon(self.tell(request, _SLOW_S), name="tell helpers")
+            if since is None or loop.time() - since[0] < _SLOW_S:
+                continue
+            num_s, num_own, num_made = loop.time() - since[0], state.round - since[1], self.newest - since[2]
+            if num_made > max(num_own, NUM_KEPT) and self.newest - state.round > NUM_KEPT:
+                self.problem = (
+                    f"The run has made {num_made} rounds in {num_s:.0f} s, and this peer could take only "
+                    f"{num_own}: its line, or that of those who give, is too slow for them. Let rounds be "
+                    "rarer (target_samples, local_steps) or smaller (codec)."
+                )
+                log.warning("%s", self.problem)
+                since = None
 
 
 async def take_committed(
@@ -160,7 +242,8 @@ async def take_committed(
     async def keep(fork: bytes) -> None:
         while True:
             await asyncio.sleep(JOIN_BEAT_S)
-            await taker.tell(JoinRunRequest(run, me, fork, -1, taker.taking), JOIN_BEAT_S)
+            if taker.taking:
+                await taker.tell(JoinRunRequest(run, me, fork, -1, taker.taking), JOIN_BEAT_S)
 
     while True:
         deadline.check(f"taking the state of the run {run!r}")

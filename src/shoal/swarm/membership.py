@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core import AdaptiveDeadline
+from shoal.core import AdaptiveDeadline, Peer
 from shoal.core.identity import Identity
 from shoal.core.rates import FailureBackoff
 from shoal.swarm.ballots import Equivocation
@@ -42,10 +42,14 @@ MANY_MEMBERS = 64
 BYTES_PER_S_OF_MBIT = 1e6 / 8
 MAX_MBIT_S = 1000.0
 """A line that is faster holds up no round: then it is the processor that is measured."""
+_STRETCH_SHARE = 2 / 3
 _MEASURED_BYTES = 128 << 10
-"""What is sent in a round must be so much for it to say something of the line."""
+"""What passes in a round must be so much for it to say something of the line."""
 CLOSED_S = 1.0
 """A commit drops a member whose connection closed, and that has not come back for so long."""
+
+CallPeer = Callable[[Peer, str, Any, float], Coroutine[Any, Any, Any]]
+"""Calls a peer, a member or not: method, payload, seconds to wait; gives the payload of the answer."""
 
 
 class SwarmSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,28 +94,32 @@ class MemberPresence:
         return has_closed or now_s - max(self.heard_s, since_s) > DROP_S * patience * crowd
 
 
-class UploadMeter:
-    """Measures this member's line: what it sends of a round's values while any are on their way.
+class LineMeter:
+    """Measures one direction of a member's line: what passes of a round's values while any do.
 
-    Of a round the fastest stretch from its beginning counts that had nine tenths of the bytes: at the end one
-    waits for slow receivers.
+    Of a round the fastest stretch from its beginning counts that had two thirds of the bytes: at the end one
+    waits for whoever is slow on the other side, which says nothing of this line. For the same reason nothing
+    counts that begins in one round and ends in another.
     """
 
     def __init__(self) -> None:
         self.mbit_s: float | None = None
         """What the latest rounds have shown, the latest one by half."""
-        self._num_active = self._num_bytes = 0
+        self._num_rounds = self._num_active = self._num_bytes = 0
         self._began_s = self._busy_s = 0.0
         self._seen: list[tuple[float, int]] = []
 
-    def begin(self, now_s: float) -> None:
-        """Notes that something is being sent."""
+    def begin(self, now_s: float) -> int:
+        """Notes that something is on its way; `end` takes what this gives."""
         if not self._num_active:
             self._began_s = now_s
         self._num_active += 1
+        return self._num_rounds
 
-    def end(self, now_s: float, num_bytes: int) -> None:
-        """Notes that it was sent, or with 0 bytes that it was not."""
+    def end(self, begun: int, now_s: float, num_bytes: int) -> None:
+        """Notes that it has passed, or with 0 bytes that it has not."""
+        if begun != self._num_rounds:
+            return
         self._num_active -= 1
         self._num_bytes += num_bytes
         busy_s = self._busy_s + now_s - self._began_s
@@ -119,16 +127,22 @@ class UploadMeter:
         if not self._num_active:
             self._busy_s = busy_s
 
-    def finish_round(self, now_s: float) -> None:
-        """Takes in what a round has shown, if it had enough to send."""
-        least = max(_MEASURED_BYTES, 0.9 * self._num_bytes)
+    def note(self, num_bytes: int) -> None:
+        """Counts what has passed beside, with no beginning that is known; nothing while nothing else does."""
+        if self._num_active:
+            self._num_bytes += num_bytes
+
+    def finish_round(self) -> None:
+        """Takes in what a round has shown, if it was enough."""
+        least = max(_MEASURED_BYTES, _STRETCH_SHARE * self._num_bytes)
         found = [
             num / busy_s / BYTES_PER_S_OF_MBIT for busy_s, num in self._seen if num >= least and busy_s > 0
         ]
         if found:
             best = min(max(found), MAX_MBIT_S)
             self.mbit_s = best if self.mbit_s is None else (self.mbit_s + best) / 2
-        self._num_bytes, self._busy_s, self._began_s = 0, 0.0, now_s
+        self._num_rounds += 1
+        self._num_active, self._num_bytes, self._busy_s = 0, 0, 0.0
         self._seen.clear()
 
 
@@ -145,7 +159,10 @@ class MemberContext:
     vector: Callable[[], Any]
     """Gives memory for one value of each parameter; it is used again when nobody holds it any more."""
     random: random.Random
-    upload: UploadMeter = field(default_factory=UploadMeter)
+    upload: LineMeter = field(default_factory=LineMeter)
+    """What this member sends to others in rounds."""
+    download: LineMeter = field(default_factory=LineMeter)
+    """What it takes from them: no more than they send, so what it measures counts beside that of others."""
     identity: Identity | None = None
     """This member's key; None where ids are claims, and nothing is signed."""
     proofs: dict[SwarmMember, Equivocation] = field(default_factory=dict)
@@ -196,10 +213,14 @@ class MemberContext:
         What is measured counts in steps of a fifth: shares are not to follow every chance.
         """
         settings, found = self.settings, self.settings.bandwidth or math.inf
-        if self.upload.mbit_s is not None:
-            found = 2.0 ** (round(4 * math.log2(self.upload.mbit_s)) / 4)
+        found = _in_steps(self.upload) or found
         found = min(found, settings.upload_limit, settings.download_limit)
         return 0.0 if math.isinf(found) else found
+
+    @property
+    def taken_mbit_s(self) -> float:
+        """How fast averages have come here in the latest rounds, in Mbit/s; 0: not known."""
+        return _in_steps(self.download)
 
     def now_s(self) -> float:
         """Tells the time by which silence is judged: it stands still while this member itself is held up."""
@@ -224,6 +245,11 @@ class MemberContext:
         """Gives a member as a commit lists it: who could not be dialed takes part as a client."""
         is_reached, _ = self.reached.get(member, (True, 0.0))
         return member if is_reached else msgspec.structs.replace(member, is_reachable=False)
+
+
+def _in_steps(meter: LineMeter) -> float:
+    """Rounds what is measured to the next step of a fifth; 0: nothing yet."""
+    return 0.0 if meter.mbit_s is None else float(2.0 ** (round(4 * math.log2(meter.mbit_s)) / 4))
 
 
 def crowd_factor(num_members: int) -> float:

@@ -22,6 +22,8 @@ SMALLEST_PART_BYTES = 16 << 10
 LARGEST_PART_BYTES = 1 << 20
 GROUP = 32
 """More contributors than this average in groups of at most so many, and then the groups' averages."""
+SLOW_SHARE = 0.5
+"""Who takes averages at less than this share of the median speed has a slow way down."""
 _ALIGNMENT = 16  # elements: float32 parts begin on 64-byte boundaries
 
 
@@ -71,6 +73,7 @@ def make_plan(
         and registration.num_elements == num_elements
         and 0 <= registration.samples <= MAX_SAMPLES
         and 0 <= registration.bandwidth < math.inf
+        and 0 <= registration.taken_mbit_s < math.inf
     }
     contributors = [place for place, registration in fitting.items() if registration.samples > 0]
     # where nobody can be dialed, whoever leads reduces: the others have a way to it
@@ -81,9 +84,7 @@ def make_plan(
     num_elements = last - first
     smallest = max(_ALIGNMENT, int(SMALLEST_PART_BYTES / bytes_per_element))
     largest = max(smallest, int(LARGEST_PART_BYTES / bytes_per_element))
-    known = [fitting[place].bandwidth for place in reducers if fitting[place].bandwidth > 0]
-    usual = statistics.median_low(known) if known else 1.0
-    bandwidths = [fitting[place].bandwidth or usual for place in reducers]
+    bandwidths = _bandwidths([fitting[place] for place in reducers], list(fitting.values()))
     bandwidths = capped(bandwidths) if is_robust else bandwidths
     samples = tuple(fitting[place].samples for place in contributors)
     if len(contributors) > GROUP:
@@ -119,6 +120,22 @@ def make_plan(
         backups=tuple(_backup(owner, part, reducers) for part, owner in enumerate(owners)),
         reduce_s=reduce_s,
     )
+
+
+def _bandwidths(reducers: Sequence[Registration], all_members: Sequence[Registration]) -> list[float]:
+    """Says what each reducer's line is worth; one that nobody knows counts as most others.
+
+    All take the same averages from the same reducers: who takes them much slower than most do is held up by
+    its own way down, and its line is worth no more than that.
+    """
+    known = [one.bandwidth for one in reducers if one.bandwidth > 0]
+    usual = statistics.median_low(known) if known else 1.0
+    taken = [one.taken_mbit_s for one in all_members if one.taken_mbit_s > 0]
+    slow = SLOW_SHARE * statistics.median_low(taken) if taken else 0.0
+    return [
+        min(one.bandwidth or usual, one.taken_mbit_s if 0 < one.taken_mbit_s < slow else math.inf)
+        for one in reducers
+    ]
 
 
 def _in_groups(

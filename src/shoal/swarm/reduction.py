@@ -24,7 +24,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerBusy, PeerRefused, ShoalError, fanout
 from shoal.swarm.ledger import FrozenContribution, SampleLedger
-from shoal.swarm.membership import MemberContext, crowd_factor
+from shoal.swarm.membership import BYTES_PER_S_OF_MBIT, MemberContext, crowd_factor
 from shoal.swarm.robust import average, capped, is_finite, squared_norm
 from shoal.swarm.wire import (
     PART,
@@ -66,6 +66,11 @@ answer's buffers should go.
 """
 
 _NUM_IN_FLIGHT = 8
+_LEAST_SENT, _LEAST_TAKEN = 2, 8
+_SENT_AHEAD_S, _TAKEN_AHEAD_S = 0.5, 1.0
+"""Parts that are sent, or taken, at once are no more than the line carries in so long: all that are under way
+share it, and on a slow line many would come together, late, and be taken for lost."""
+_UNKNOWN_MBIT_S = 10.0
 _SILENCE_S = 1.0
 _GAP_FACTOR = 4.0
 _RETRY_S = 0.1
@@ -155,7 +160,15 @@ class Reduction:
         self._silence_s = _SILENCE_S * context.settings.patience
         self._beat_s = _BEAT_S * crowd_factor(len(plan.contributors))
         """Who asks for an average that is not ready is answered after so long."""
+        self._context = context
         self._codec = context.codec
+        part_bytes = context.settings.bytes_per_element * max(map(plan.size, range(plan.num_parts)))
+        self._num_sent, self._send_s = _at_once(
+            part_bytes, context.bandwidth, _SENT_AHEAD_S, _LEAST_SENT, _NUM_IN_FLIGHT
+        )
+        self._num_taken, self._take_s = _at_once(
+            part_bytes, context.taken_mbit_s, _TAKEN_AHEAD_S, _LEAST_TAKEN, 4 * _NUM_IN_FLIGHT
+        )
         self._vector = context.vector()
         """Where averages that travel as they are arrive, each part in its place."""
         self._given: dict[tuple[int, int, int, bytes], bytes] = {}
@@ -181,6 +194,8 @@ class Reduction:
         """Of calls under way, by the place of who is called: they end once that one is lost."""
         self._taken: dict[int, tuple[int, HeldPart]] = {}
         self._taken_changed = Broadcast()
+        self._arriving: dict[int, int] = {}
+        """Of averages that are on their way here, how many bytes they have."""
         self._lost_changed = Broadcast()
         self._first_parts: dict[int, int] = {-1: 0}
         for part, places in enumerate(zip(plan.reducers, plan.backups, strict=True)):
@@ -391,7 +406,8 @@ class Reduction:
                 signature = sign(self._identity, "part", *self._where, part, digest)
                 message = msgspec.structs.replace(message, signature=signature)
             target = self._target(part, attempt, self._me)
-            reply = await self._until_lost(target, call(target, PART, message, encoded.buffers, _PART_S))
+            sending = call(target, PART, message, encoded.buffers, self._send_s)
+            reply = await self._until_lost(target, sending)
             if digest and isinstance(reply.payload, bytes):
                 self.receipts[part, attempt] = digest, reply.payload
 
@@ -411,7 +427,7 @@ class Reduction:
             where = (*self._where, part, attempt, self._me)
             message = PartMessage(*where, held.meta, held.bitmap, held.refused)
             target = plan.reducer(part, attempt)
-            await self._until_lost(target, call(target, PART, message, held.buffers, _PART_S))
+            await self._until_lost(target, call(target, PART, message, held.buffers, self._send_s))
 
         if led:
             await self._deliver(due, send)
@@ -428,7 +444,7 @@ class Reduction:
         sent: dict[tuple[int, int], None] = {}
         while True:
             keys = [key for key in due() if key not in sent and self._target(*key, self._me) >= 0]
-            outcomes = await fanout([send(*key) for key in keys], Deadline.never(), limit=_NUM_IN_FLIGHT)
+            outcomes = await fanout([send(*key) for key in keys], Deadline.never(), limit=self._num_sent)
             for key, outcome in zip(keys, outcomes, strict=True):
                 if outcome is None or isinstance(outcome, PeerRefused):
                     sent[key] = None
@@ -455,7 +471,7 @@ class Reduction:
         """
         parts = sorted(range(self.plan.num_parts), key=lambda part: self._turn(part, 1))
         calls = [self._take(call, part, give_up_s) for part in parts]
-        found = await fanout(calls, Deadline.never(), limit=4 * _NUM_IN_FLIGHT)
+        found = await fanout(calls, Deadline.never(), limit=self._num_taken)
         taken = {part: one for part, one in zip(parts, found, strict=True) if not isinstance(one, Exception)}
         return [taken.get(part) for part in range(self.plan.num_parts)]
 
@@ -496,12 +512,17 @@ class Reduction:
                     self.name_lost([place])
                 await asyncio.sleep(_RETRY_S)
 
-    async def wait_taken(self) -> None:
-        """Waits for the parts that are on their way here, as long as they keep coming."""
+    async def wait_taken(self, *, is_decided: bool = False) -> None:
+        """Waits for the parts that are on their way here, as long as they keep coming; once the round is
+        decided only for those that have begun to come, since anybody may have the others.
+        """
         num_taken = -1
-        while num_taken < len(self._taken) < self.plan.num_parts:
+        while num_taken < len(self._taken) < self.plan.num_parts and (self._arriving or not is_decided):
             num_taken = len(self._taken)
-            await self._taken_changed.wait(self._silence_s)
+            speed = BYTES_PER_S_OF_MBIT * self._context.taken_mbit_s
+            # on a slow way down all come at once, and late: nobody is to send them a second time
+            usual_s = sum(self._arriving.values()) / speed if speed else 0.0
+            await self._taken_changed.wait(min(max(self._silence_s, _GAP_FACTOR * usual_s), _PART_S))
 
     async def _take_once(self, call: Call, place: int, part: int, attempt: int) -> HeldPart | None:
         """Asks for an average, which arrives in its place in the vector; None where it is not ready."""
@@ -513,17 +534,19 @@ class Reduction:
 
         def where(head: Head) -> list[Any]:
             nonlocal is_in_place
+            self._arriving[part] = sum(head.sizes)
             is_in_place = list(head.sizes) == [len(due)] and self._claim(part)
             return [due] if is_in_place else [bytearray(size) for size in head.sizes]
 
         request = TakeRequest(*self._where, part, attempt)
         found: HeldPart | None = None
         try:
-            reply = await self._until_lost(place, call(place, TAKE, request, (), _PART_S, where))
+            reply = await self._until_lost(place, call(place, TAKE, request, (), self._take_s, where))
             found = read_part(reply)
             if found is not None:
                 self.check_signed(found, part, attempt)
         finally:
+            self._arriving.pop(part, None)
             if is_in_place and found is None:  # it came in part, or wrong
                 del self._claimed[part]
         is_in_place = is_in_place and found is not None and found.meta == plain_meta(end - begin)
@@ -577,6 +600,13 @@ class Reduction:
             for index in from_bitmap(held.refused):
                 found.setdefault(self.plan.contributors[index])
         return list(found)
+
+
+def _at_once(part_bytes: float, mbit_s: float, ahead_s: float, least: int, most: int) -> tuple[int, float]:
+    """Says how many parts may be under way at once over a line, and how long each may take."""
+    part_s = part_bytes / (BYTES_PER_S_OF_MBIT * (mbit_s or _UNKNOWN_MBIT_S))
+    num = min(max(least, int(ahead_s / part_s)), most)
+    return num, max(_PART_S, _GAP_FACTOR * num * part_s)
 
 
 def results(taken: Sequence[tuple[int, HeldPart] | None]) -> tuple[PartResult, ...]:

@@ -26,9 +26,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from shoal.core import Deadline, LimitExceeded, ProtocolError, Scope, ShoalError, fanout
+from shoal.swarm.attendance import BEAT_S, SILENCE_S, Attendance
 from shoal.swarm.ballots import (
     Acceptor,
     BallotTally,
@@ -36,14 +35,12 @@ from shoal.swarm.ballots import (
     Proposal,
     Statement,
     Witness,
-    is_quorum,
     sign_statement,
 )
 from shoal.swarm.ledger import FrozenContribution
 from shoal.swarm.membership import (
     MemberContext,
     MemberPresence,
-    crowd_factor,
     lengthen,
     next_order,
     num_owners,
@@ -52,14 +49,12 @@ from shoal.swarm.membership import (
 )
 from shoal.swarm.plan import make_plan
 from shoal.swarm.reduction import GONE_SHARE, HeldPart, Reduction, fetch_parts, is_gone, results
-from shoal.swarm.robust import capped
 from shoal.swarm.wire import (
     ABORT,
     COMMIT,
     END,
     FOLLOW,
     GATHER,
-    MAX_SAMPLES,
     REDUCE,
     REGISTER,
     STEP,
@@ -78,12 +73,9 @@ from shoal.transport.messages import CONNECTION_ENDED, Into
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.3
-"""The owner of a ballot answers at least so often."""
-SILENCE_S = 1.0
-"""After so long without an answer, or median + 4 MAD of what answers take where that is longer, the next
-ballot's owner is asked; doubled with every ballot of a round."""
 LONGEST_SILENCE_S = 8.0
+"""Who hears nothing from a ballot's owner for `SILENCE_S`, or median + 4 MAD of what answers take where that
+is longer, asks the next ballot's; this doubles with every ballot of a round, up to so long."""
 ADMIT_S = 1.0
 """Who wants to join or leave waits so long for a round; then a commit is made for that alone."""
 MAX_BALLOTS_AHEAD = 256
@@ -93,15 +85,6 @@ _RETRY_S = 0.1
 _TICK_S = 0.25
 _LONGEST_REGISTER_S = 15.0
 _SHORTEST_REDUCE_S, _LONGEST_REDUCE_S = 5.0, 60.0
-
-
-class _Follower(msgspec.Struct):
-    """What the owner of a ballot knows of one member."""
-
-    registration: Registration | None = None
-    samples: int = 0
-    is_ready: bool = False
-    is_leaving: bool = False
 
 
 class SwarmRound:
@@ -130,7 +113,7 @@ class SwarmRound:
         self.ballot = 0
         """The ballot that this member follows or leads."""
         self._context = context
-        self._crowd = crowd_factor(len(members))
+        self._attendance = Attendance(context, members, self.me, self.number)
         self._tenure = tenure
         self._tallies: dict[int, BallotTally] = {}
         self._witness = Witness()
@@ -138,10 +121,8 @@ class SwarmRound:
         """What this member has said in ballots, with its signature; empty once it was heard."""
         self._proposed: dict[int, bytes] = {}
         """By ballot: its owner's signature of what it proposed."""
-        self._followers: dict[int, _Follower] = {}
         self._wanted_s: dict[int, float] = {}
         """Ballots of this member's that others have gone on to, and since when."""
-        self._suspects: dict[int, None] = {}
         self._shortened: dict[bytes, ShortCommit] = {}
         self._considered: dict[int, None] = {}
         self._frozen: FrozenContribution | None = None
@@ -150,7 +131,6 @@ class SwarmRound:
         self._news = Broadcast()
         """Fires when there is something new to answer; what is only heard wakes no follower."""
         self._version = 0
-        self._quorum_seen: tuple[float, bool] = (-_RETRY_S, False)
         self._scope: Scope | None = None
         self._quorum_s = context.now_s()
 
@@ -169,7 +149,7 @@ class SwarmRound:
     @property
     def leaving(self) -> list[SwarmMember]:
         """Those who have told this member that they leave, too."""
-        return [self.members[place] for place, one in self._followers.items() if one.is_leaving]
+        return self._attendance.leaving
 
     def _owner_of(self, ballot: int) -> int:
         """Gives the place of the member to whom a ballot belongs."""
@@ -230,14 +210,9 @@ class SwarmRound:
         base_s: float = min(max(SILENCE_S, context.beats.timeout_s()), LONGEST_SILENCE_S)
         return (
             context.settings.patience
-            * self._crowd
+            * self._attendance.crowd
             * min(base_s * float(2 ** min(ballot, _MAX_DOUBLINGS)), LONGEST_SILENCE_S)
         )
-
-    @property
-    def _patient_s(self) -> float:
-        """After so long something that is on its way to this member alone is late."""
-        return SILENCE_S * self._context.settings.patience
 
     # --- following ---
 
@@ -256,7 +231,7 @@ class SwarmRound:
             if left_s <= 0 or wanted is not None:
                 # the owner is silent, or others wait for this member to lead a higher ballot
                 if left_s <= 0:
-                    self._suspects.setdefault(owner)
+                    self._attendance.suspects.setdefault(owner)
                 self.ballot = ballot + 1 if wanted is None else wanted
                 return
             asked_s, statement = self._now(), self._promise(ballot)
@@ -277,7 +252,7 @@ class SwarmRound:
                     heard_s, seen = self._now(), status.version
                     if statement in self._signed:
                         self._signed[statement] = b""
-                    self._suspects.pop(owner, None)
+                    self._attendance.suspects.pop(owner, None)
                     try:
                         self._take_in(ballot, status)
                     except (ProtocolError, ValueError) as error:
@@ -298,12 +273,13 @@ class SwarmRound:
 
     def _facts(self) -> tuple[Any, ...]:
         context = self._context
+        is_told = self._attendance.crowd == 1  # else many tell of it, with their beats
         return (
             self.decision is not None,
             self.acceptor.promised,
             self.acceptor.accepted_ballot,
             self._registration,
-            context.ledger.num_ready if self._crowd == 1 else None,  # many tell of it with their beats
+            context.ledger.num_ready if is_told else None,
             context.is_ready,
             context.is_leaving,
             self._wanted_ballot(),
@@ -417,7 +393,9 @@ class SwarmRound:
                 return
             self._frozen = context.ledger.freeze(self._span)
             samples = self._frozen.samples if self._frozen else 0
-            self._registration = Registration(samples, context.ledger.num_elements, context.bandwidth)
+            self._registration = Registration(
+                samples, context.ledger.num_elements, context.bandwidth, context.taken_mbit_s
+            )
             self._changed.fire()
 
     def _begin(self, plan: RoundPlan) -> None:
@@ -453,6 +431,11 @@ class SwarmRound:
             await reduction.wait_taken()
         await fetch_parts(self._context.call, self._context.me, self.members, commit, self.held, reduction)
 
+    async def wait_arriving(self, commit: Commit) -> None:
+        """Waits for those parts of the decided commit that have begun to come here."""
+        if self.reduction is not None and commit.plan == self.plan:
+            await self.reduction.wait_taken(is_decided=True)
+
     # --- serving those who follow ---
 
     async def serve_follow(self, request: FollowRequest) -> RoundStatus:
@@ -472,7 +455,7 @@ class SwarmRound:
         presence = self._context.presence[request.member] = MemberPresence(self._now())
         try:
             self._hear(place, request)
-            until_s = self._now() + BEAT_S * self._crowd
+            until_s = self._now() + BEAT_S * self._attendance.crowd
             while self._version == request.seen and self.decision is None and self._now() < until_s:
                 await self._news.wait(until_s - self._now())
             presence.heard_s = self._now()
@@ -505,12 +488,7 @@ class SwarmRound:
 
     def _hear(self, place: int, request: FollowRequest) -> None:
         """Notes what a follower says, and looks at what is new: most only say that they are there."""
-        follower = self._followers.setdefault(place, _Follower())
-        known = msgspec.structs.astuple(follower)
-        follower.registration = follower.registration or request.registration
-        follower.samples, follower.is_ready = request.samples, request.is_ready
-        follower.is_leaving = request.is_leaving
-        is_new = msgspec.structs.astuple(follower) != known
+        is_new = self._attendance.hear(place, request)
         ballot = request.ballot
         tally = self._tally(ballot)
         is_new |= tally.add_promise(place, request.accepted_ballot, request.accepted)
@@ -538,7 +516,7 @@ class SwarmRound:
             num_accepted=tally.num_votes if tally else 0,
             decision=None if is_known else self._short(decision),
             decided=decision.digest if decision is not None and is_known else b"",
-            has_quorum=self._present_quorum(),
+            has_quorum=self._attendance.present_quorum(),
             proposed=self._proposed.get(request.ballot, b""),
         )
 
@@ -633,7 +611,7 @@ class SwarmRound:
 
     def _is_over(self, ballot: int, began_s: float) -> bool:
         """Whether this ballot is no longer worth leading; chooses the next one to follow."""
-        if self._present_quorum():
+        if self._attendance.present_quorum():
             self._quorum_s = self._now()
         if self.decision is not None or self.ballot > ballot:
             return True
@@ -650,36 +628,15 @@ class SwarmRound:
         """Whether all but those who are suspected have promised, or have had the time to: else they are
         dropped.
         """
-        here = dict.fromkeys([*tally.promised, *self._suspects])
+        here = dict.fromkeys([*tally.promised, *self._attendance.suspects])
         waiting = [place for place in range(len(self.members)) if place not in here]
-        return not waiting or self._now() - began_s > 2 * self._patient_s * self._crowd
-
-    def _present_quorum(self) -> bool:
-        """Whether a quorum has been heard lately; looked at anew every tenth of a second."""
-        now_s = self._now()
-        seen_s, is_present = self._quorum_seen
-        if now_s - seen_s >= _RETRY_S:
-            present = [place for place in range(len(self.members)) if self._is_present(place, now_s)]
-            is_present = is_quorum(self._num_voters, present)
-            self._quorum_seen = now_s, is_present
-        return is_present
+        return not waiting or self._now() - began_s > 2 * self._attendance.patient_s * self._attendance.crowd
 
     async def _wait_heard(self, timeout_s: float) -> None:
         """Waits for something new. Many members say much: what has come is then looked at together."""
         await self._changed.wait(timeout_s)
-        if self._crowd > 1 and self.decision is None:
+        if self._attendance.crowd > 1 and self.decision is None:
             await asyncio.sleep(_TICK_S)
-
-    def _is_present(self, place: int, now_s: float, factor: float = 1.0) -> bool:
-        """Whether a member has been heard lately, be it in the round before: who is not is not waited for."""
-        if place == self.me:
-            return True
-        presence = self._presence_of(place, now_s)
-        # a follower ends its call to make another one when it has something new to tell
-        grace_s = GONE_SHARE * self._patient_s
-        has_closed = presence.closed_s is not None and now_s - presence.closed_s > grace_s
-        limit_s = (factor * self._patient_s + BEAT_S) * self._crowd
-        return not has_closed and now_s - presence.heard_s < limit_s
 
     async def _make_value(self, ballot: int, began_s: float) -> Commit | None:
         """Makes the commit that a free ballot proposes; None where the ballot is over."""
@@ -697,7 +654,9 @@ class SwarmRound:
                     self._begin(plan)
         if self.reduction is None or self.plan is None:
             return self._commit(ABORT)
-        self.reduction.name_lost([place for place in self._suspects if place in self.plan.reducers])
+        self.reduction.name_lost(
+            [place for place in self._attendance.suspects if place in self.plan.reducers]
+        )
         self.stage = REDUCE
         self._tell()
         taken = await self._reduce(ballot, began_s)
@@ -718,48 +677,19 @@ class SwarmRound:
         while not self._is_over(0, began_s):
             if self._context.end is not None:
                 return True
-            if self._is_enough():
+            if self._attendance.is_enough():
                 self.stage = REGISTER
                 self._register()
                 self._tell()
                 return True
-            if not self._needs_commit():
+            if not self._attendance.needs_commit():
                 waits_s = None
             elif waits_s is None:
                 waits_s = self._now()
-            elif self._now() - waits_s > ADMIT_S * self._crowd:
+            elif self._now() - waits_s > ADMIT_S * self._attendance.crowd:
                 return True
             await self._wait_heard(_TICK_S)
         return False
-
-    def _is_enough(self) -> bool:
-        """Whether the members together have what a round needs."""
-        context, now_s = self._context, self._now()
-        if self._num_voters < context.settings.min_peers or not self._present_quorum():
-            return False
-        if now_s < context.not_before_s:
-            return False
-        samples, is_ready = [context.ledger.num_ready], [context.is_ready]
-        for place, follower in self._followers.items():
-            is_left_out = context.is_left_out(self.members[place], now_s)
-            if self.members[place].votes and self._is_present(place, now_s) and not is_left_out:
-                samples.append(min(max(follower.samples, 0), MAX_SAMPLES))
-                is_ready.append(follower.is_ready)
-        target = context.settings.target_samples
-        if context.settings.robust:
-            samples = capped(samples, target // self._num_voters)
-        if target:
-            return sum(samples) >= target
-        return any(samples) and any(is_ready) and 2 * sum(is_ready) >= len(is_ready)
-
-    def _needs_commit(self) -> bool:
-        """Whether somebody waits to join or leave, is gone, or the fork should end."""
-        context, now_s = self._context, self._now()
-        leaving = context.is_leaving or any(follower.is_leaving for follower in self._followers.values())
-        gone = any(self._is_gone(place, now_s) for place in range(len(self.members)))
-        return (
-            leaving or gone or context.wants_pin or bool(self._admissible(now_s)) or context.end is not None
-        )
 
     async def _close_registration(self, began_s: float) -> RoundPlan | None:
         """Waits for all that are there to register, at most as long as is usual, and makes the plan."""
@@ -767,17 +697,18 @@ class SwarmRound:
         limit_s = min(context.arrivals.timeout_s(), _LONGEST_REGISTER_S) * context.settings.patience
         arrived: dict[int, None] = {}
         while not self._is_over(0, began_s) and self._now() - opened_s < limit_s:
-            for place, follower in self._followers.items():
+            for place, follower in self._attendance.followers.items():
                 if follower.registration is not None and place not in arrived:
                     arrived[place] = None
                     context.arrivals.observe(self._now() - opened_s)
             if self._registration is not None:
                 arrived.setdefault(self.me)
             awaited = [p for p in range(len(self.members)) if p not in arrived]
-            if not any(self._is_present(place, self._now()) for place in awaited):
+            if not any(self._attendance.is_present(place, self._now()) for place in awaited):
                 break
             await self._wait_heard(_TICK_S)
-        registered = {place: one.registration for place, one in self._followers.items() if one.registration}
+        followers = self._attendance.followers
+        registered = {place: one.registration for place, one in followers.items() if one.registration}
         if self._registration is not None:
             registered[self.me] = self._registration
         reduce_s = min(max(2 * context.durations.timeout_s(), _SHORTEST_REDUCE_S), _LONGEST_REDUCE_S)
@@ -799,7 +730,8 @@ class SwarmRound:
         """Takes all parts, and names the reducers that are silent; None where the ballot is over."""
         assert self.reduction is not None
         reduction, reduce_began_s = self.reduction, self._now()
-        give_up_s = self._patient_s * self._crowd  # their lines are full of what all others take
+        # lines are full of what all others take
+        give_up_s = self._attendance.patient_s * self._attendance.crowd
         outcomes: list[Any] = await fanout(
             [reduction.take_all(self._call, give_up_s), self._while_leading(ballot, began_s, reduction)],
             Deadline.never(),
@@ -809,7 +741,7 @@ class SwarmRound:
             return None
         self._context.durations.observe(self._now() - reduce_began_s)
         for place in reduction.lost:  # it may be there, and only nobody can dial it
-            if self.members[place].is_reachable and self._is_present(place, self._now()):
+            if self.members[place].is_reachable and self._attendance.is_present(place, self._now()):
                 self._context.try_to_reach(self.members[place])
         taken: list[tuple[int, HeldPart] | None] = outcomes[0]
         return taken
@@ -820,7 +752,8 @@ class SwarmRound:
         while not self._is_over(ballot, began_s):
             plan = reduction.plan
             used = dict.fromkeys([*plan.reducers, *plan.backups, *plan.contributors, *sum(plan.leaders, ())])
-            silent = [place for place in used if place >= 0 and not self._is_present(place, self._now(), 2.0)]
+            is_present = self._attendance.is_present
+            silent = [place for place in used if place >= 0 and not is_present(place, self._now(), 2.0)]
             if any(place not in reduction.lost for place in silent):
                 reduction.name_lost(silent)
             if len(reduction.lost) != num_lost:
@@ -829,22 +762,13 @@ class SwarmRound:
             await self._wait_heard(_RETRY_S)
 
     def _commit(self, kind: str, parts: tuple[PartResult, ...] = ()) -> Commit:
-        context, now_s = self._context, self._now()
-        kept = [
-            context.as_reached(member)
-            for place, member in enumerate(self.members)
-            if not self._is_dropped(place, now_s)
-        ]
-        added = self._admissible(now_s)[: max(len(kept), 1)]
-        started_anew = [member.id_bytes for member in added]  # a peer is listed once
-        kept = [member for member in kept if member.id_bytes not in started_anew] + added
+        context = self._context
         winner: bytes = b""
         winner_members: tuple[SwarmMember, ...] = ()
         if context.end is not None and kind == ABORT:
             kind = END
             winner, winner_members = context.end
-        if not any(member.votes for member in kept):
-            kept = []  # those who are left cannot go on by themselves
+        kept = self._attendance.next_members()
         members, tenure = next_order(self.state, kept, context.me, 0 if self.me else self._tenure)
         return Commit(
             fork=self.fork,
@@ -859,47 +783,6 @@ class SwarmRound:
             winner=winner,
             winner_members=winner_members,
         )
-
-    def _is_dropped(self, place: int, now_s: float) -> bool:
-        if place == self.me:
-            return self._context.is_leaving
-        follower = self._followers.get(place)
-        return (follower is not None and follower.is_leaving) or self._is_gone(place, now_s)
-
-    def _is_gone(self, place: int, now_s: float) -> bool:
-        if place == self.me:
-            return False
-        presence = self._presence_of(place, now_s)
-        is_suspect = place in self._suspects and place not in self._followers
-        since_s = self._context.leads_since_s or 0.0  # before, they had somebody else to speak to
-        return is_suspect or presence.is_gone(now_s, since_s, self._context.settings.patience, self._crowd)
-
-    def _presence_of(self, place: int, now_s: float) -> MemberPresence:
-        """Says when a member was heard; one that was not heard yet has as long as others from now on.
-
-        So one that was just listed is waited for: else a fast coordinator would go on without it, round after
-        round, and it would never catch up.
-        """
-        return self._context.presence.setdefault(self.members[place], MemberPresence(now_s))
-
-    def _admissible(self, now_s: float) -> list[SwarmMember]:
-        """Lists those who want to join, or to be listed in another way, and are at most one commit behind.
-
-        Who says that others can dial it is dialed first, and listed as what came of it.
-        """
-        context, limit_s = self._context, 2 * SILENCE_S * self._crowd
-        latest: dict[bytes, SwarmMember] = {}
-        for joiner, (heard_s, number) in sorted(context.joiners.items(), key=lambda one: one[1][0]):
-            if joiner in self.members or number < self.number - 1 or now_s - heard_s >= limit_s:
-                continue
-            if context.bans.is_paused(joiner.id_bytes, now_s):
-                continue
-            if joiner.is_reachable and joiner not in context.reached:
-                context.try_to_reach(joiner)
-                continue
-            if (member := context.as_reached(joiner)) not in self.members:
-                latest[member.id_bytes] = member
-        return sorted(latest.values())
 
     async def _call(
         self,

@@ -18,7 +18,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,25 +32,22 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerRefused,
-    ProtocolError,
     Scope,
     ShoalError,
     StandingScope,
     fanout,
 )
 from shoal.core.identity import Identity
-from shoal.core.rates import RateLimiter
 from shoal.swarm.audits import AuditKeeper
+from shoal.swarm.calls import Handler, MemberCalls
 from shoal.swarm.forks import ForkKeeper
 from shoal.swarm.joining import (
     JOIN_BEAT_S,
-    MAX_ASKED,
     NUM_COMMITS_TRUSTED,
-    NUM_TELLERS,
+    JoinHelpers,
     RunStateTaker,
-    agree,
-    agreed_commits,
 )
+from shoal.swarm.kept import NUM_KEPT, KeptRounds
 from shoal.swarm.ledger import SampleLedger
 from shoal.swarm.membership import BYTES_PER_S_OF_MBIT, MemberContext, SwarmSettings, crowd_factor
 from shoal.swarm.optimizers import CommittedOptimizer, CommittedSGD
@@ -85,97 +81,33 @@ from shoal.swarm.wire import (
     PartMessage,
     RoundStatus,
     SwarmMember,
-    TakeReply,
     TakeRequest,
 )
 from shoal.tensors import Codec, Plain
-from shoal.tensors.transfer import StateDonor, hold_state
 from shoal.transport import Head, Reply, ThrottledTransport, Transport
-from shoal.transport.limits import Complaints
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Into
 
 log = logging.getLogger(__name__)
 
-NUM_KEPT = 2
-"""Rounds whose commits and parts a member keeps for those who are behind."""
-NUM_SINCE_PIN = 8
-"""Who begins to join takes a state that is no older; else another one is pinned."""
-PIN_S = 5.0
-"""What is kept for those who join is dropped when none of them has asked for so long."""
-MAX_KEPT_BYTES = 2 << 30
-"""The averages that a member keeps at most for those who join; those of eight rounds are always kept."""
-MAX_COMMITS = 64
-"""Commits that are told at once."""
 MAX_HISTORY = 4096
-MAX_REQUESTS_A_S = 100
-"""Messages of one peer, but for parts and averages; four seconds' worth at once."""
 MAX_JOINERS = 1024
-DONOR_SHARE = 0.25
-"""Of a member's upload that those who join get at most while values are averaged."""
 MEET_S = 10.0
 """How often a coordinator looks for other forks of its run."""
 _ROUND_S = 1.0
-_ASK_S = 2.0
 _HOLD_S = 30.0
 _JOIN_TICK_S = 0.2
 _CLAIM_S, _NUM_CLAIMS = 60.0, 5
 """How often a member that is listed as a client says that others can dial it, and how many times each."""
 _REACHED_S = 30.0
 """Whether somebody who is not listed could be dialed is known for so long."""
-_SHORTEST_PAUSE_S, _DONOR_TICK_S = 0.001, 0.2
 _FLOAT_BYTES = 4
 _LINGER_S = 3.0
 _LAST_WORD_S = 0.2
 """Answers need so long to leave this member's line."""
-_SLOW_S = 10.0
-"""A joiner that falls behind for so long says so."""
+_REACH_S = 10.0
+"""Who says that it can be dialed is given so long to answer."""
 _ALONE_S = 10.0
 """Who was joining when the last member ended begins the run again from its state after so long."""
-
-_REPLIES: dict[str, Any] = {
-    FOLLOW: RoundStatus,
-    TAKE: TakeReply,
-    JOIN: JoinReply,
-    COMMITS: list[Commit],
-    MEET: MeetReply,
-    FORK: bool,
-}
-_REQUESTS: dict[str, Any] = {
-    FOLLOW: FollowRequest,
-    PART: PartMessage,
-    TAKE: TakeRequest,
-    JOIN: JoinRunRequest,
-    COMMITS: CommitsRequest,
-    MEET: MeetRequest,
-    FORK: ForkRequest,
-    AUDIT: AuditMessage,
-}
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A round that is over, as it is kept for those who are behind."""
-
-    commit: Commit
-    held: dict[tuple[int, bytes], HeldPart]
-
-    @property
-    def size_bytes(self) -> int:
-        """How much memory its averages take."""
-        return sum(_num_bytes(part.buffers) for part in self.held.values())
-
-
-@dataclass
-class _Pin:
-    """A state that is kept for those who join, with the commits since."""
-
-    round: int
-    asked_s: float
-    """When one of those who take it was last heard."""
-    name: str = ""
-    """By which `StateTaker` takes it; empty until it is hashed."""
-    hashed_round: int = -1
 
 
 class SwarmRun:
@@ -216,10 +148,6 @@ class SwarmRun:
         self.num_commits = 0
         self.num_failed = 0
         """Rounds that had a plan and came to nothing, as far as this member was there."""
-        self.num_sent_bytes = 0
-        """Bytes of parts and averages that went to other members."""
-        self.problem = ""
-        """What keeps this peer from becoming a member, if anything does."""
         self.has_left = False
         self._address = address
         self._is_reachable = is_reachable
@@ -228,7 +156,8 @@ class SwarmRun:
         limits = self.settings.upload_limit, self.settings.download_limit
         if math.isfinite(min(limits)):
             transport = ThrottledTransport(transport, *(BYTES_PER_S_OF_MBIT * limit for limit in limits))
-        self._transport = transport
+        self.transport = transport
+        """Through which it talks to others, within its limits."""
         self._contacts = list(contacts)
         self._find = find
         self.may_found = may_found
@@ -237,20 +166,10 @@ class SwarmRun:
         self._was_listed = False
         self._told: dict[SwarmMember, int] = {}
         """The latest round whose decision a member has from this one, while it leaves."""
-        self._finished: dict[int, _Finished] = {}
-        self._donor = StateDonor(transport, self._donor_pause_s)
-        self._donor_limiter = RateLimiter(0.0, 0.0)
-        self._donated_bytes_per_s = 0.0
-        self._requests = RateLimiter(MAX_REQUESTS_A_S, burst=4 * MAX_REQUESTS_A_S)
-        self._complaints = Complaints(log)
-        self._pins: list[_Pin] = []
-        """States for those who join, the oldest first."""
         self._listed_since: dict[SwarmMember, int] = {}
         """For the members of the list: the round before which this member first saw them there."""
         self.taker = RunStateTaker(transport, run, self.choice)
         """Takes the run's state; empty-handed while this member has one."""
-        self._newest = -1
-        """The latest round that they have told of."""
         self._changed = Broadcast()
         self._moved = Broadcast()
         """Fires when this member is reached in another way."""
@@ -258,22 +177,7 @@ class SwarmRun:
         """Members that are being dialed to see whether that can be done."""
         # the parts of the rounds that are kept, and what comes next: no more than one vector lies idle
         self._vectors = BufferPool(2 * _FLOAT_BYTES * self.state.num_elements)
-        codec = codec or Plain()
-        self.context = MemberContext(
-            me=self._new_member(),
-            settings=self.settings,
-            ledger=SampleLedger(self.state.num_elements, codec, adds_up=self.settings.num_fragments > 1),
-            codec=codec,
-            call=self._call,
-            vector=self._new_vector,
-            random=self.choice,
-            identity=identity,
-        )
-        self.context.try_to_reach = self._try_to_reach
-        self._forks = ForkKeeper(run, self.context, self.state, self._call_peer)
-        self._standing = StandingScope(f"run {run}")
-        self.audits = AuditKeeper(self.context, self._start_soon)
-        serve: dict[str, Any] = {
+        handlers: dict[str, Handler] = {
             FOLLOW: self._serve_follow,
             PART: self._serve_part,
             TAKE: self._serve_take,
@@ -283,9 +187,26 @@ class SwarmRun:
             FORK: self._serve_fork,
             AUDIT: self._serve_audit,
         }
-        self._serve = serve
-        for method, handler in serve.items():
-            transport.handle(method, self._answering(handler), payload_type=_REQUESTS[method])
+        self.calls = MemberCalls(transport, handlers, self._is_me, self._check_sender)
+        codec = codec or Plain()
+        self.context = MemberContext(
+            me=self._new_member(),
+            settings=self.settings,
+            ledger=SampleLedger(self.state.num_elements, codec, adds_up=self.settings.num_fragments > 1),
+            codec=codec,
+            call=self.calls.call,
+            upload=self.calls.upload,
+            download=self.calls.download,
+            vector=self._new_vector,
+            random=self.choice,
+            identity=identity,
+        )
+        self.context.try_to_reach = self._try_to_reach
+        self._helpers = JoinHelpers(self.taker, self.context, self.state, self.calls.call_peer)
+        self._forks = ForkKeeper(run, self.context, self.state, self.calls.call_peer)
+        self._standing = StandingScope(f"run {run}")
+        self.audits = AuditKeeper(self.context, self._start_soon)
+        self.kept = KeptRounds(self.state, self.context, transport, self._start_soon, self._is_averaging)
 
     # --- for the user ---
 
@@ -293,6 +214,16 @@ class SwarmRun:
     def ledger(self) -> SampleLedger:
         """What became of this member's samples."""
         return self.context.ledger
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes of parts and averages that went to other members."""
+        return self.calls.num_sent_bytes
+
+    @property
+    def problem(self) -> str:
+        """What keeps this peer from becoming a member, if anything does."""
+        return self._helpers.problem
 
     @property
     def blamed(self) -> dict[Peer, str]:
@@ -355,9 +286,8 @@ class SwarmRun:
             await self._standing.close()
         finally:
             # another run may use the transport afterwards
-            self._donor.close()
-            for method in self._serve:
-                self._transport.routes.remove(method)
+            self.kept.donor.close()
+            self.calls.close()
 
     # --- from round to round ---
 
@@ -384,8 +314,10 @@ class SwarmRun:
                 while (commit := await round_.play(scope)) is None:
                     if await self._forks.propose(round_) or not self.context.me.votes:
                         break
-                if commit is not None and not await self._hold(commit, round_.held, round_.members):
-                    commit = None
+                if commit is not None:
+                    await round_.wait_arriving(commit)
+                    if not await self._hold(commit, round_.held, round_.members):
+                        commit = None
             except LimitExceeded as error:
                 log.warning("%s", error)
             scope.cancel()
@@ -400,7 +332,7 @@ class SwarmRun:
         if not self.state.has_values:
             return True
         asked = list(dict.fromkeys([*members, *commit.members]))
-        fetching = fetch_parts(self._call, self.context.me, asked, commit, held)
+        fetching = fetch_parts(self.calls.call, self.context.me, asked, commit, held)
         outcome = await fanout([fetching], Deadline.after(_HOLD_S * self.settings.patience))
         return not isinstance(outcome[0], Exception)
 
@@ -412,7 +344,7 @@ class SwarmRun:
         else:
             self.ledger.give_up(f"the outcome of round {round_.number} is not known")
         if begun is not None:
-            self._forget_all()
+            self.kept.forget_all()
             self.state.branch(begun[0])
             self.members, self._tenure = begun[1], 1
         else:
@@ -439,13 +371,14 @@ class SwarmRun:
         self.history.append((self.state.fork, commit.round, self.state.name))
         self.num_commits += 1
         self._was_listed = self._was_listed or place >= 0
-        self._finished[commit.round] = _Finished(commit, held)
+        self.kept.add(commit, held)
         self.members, self._tenure = commit.members, commit.tenure
         if commit.should_pin and self.state.has_values:
-            self._pin()
-        self._forget()
+            self.kept.pin()
+        self.kept.forget(len(self.members))
         context = self.context
-        context.upload.finish_round(asyncio.get_running_loop().time())
+        for meter in (context.upload, context.download):
+            meter.finish_round()
         context.is_ready = context.is_asked = False
         if commit.kind != STEP and self.round is not None and self.round.plan is not None:
             self.num_failed += 1
@@ -473,72 +406,11 @@ class SwarmRun:
                 self._become_another()
         self._changed.fire()
 
-    def _pin(self) -> None:
-        """Keeps the state as it is now for those who join."""
-        pin = _Pin(self.state.round, asyncio.get_running_loop().time())
-        self._pins.append(pin)
-        self.context.wants_pin = False
-        self._standing.scope.start_soon(self._hold_pinned(pin, self.state.snapshot()), name="hash a state")
+    def _is_averaging(self) -> bool:
+        return self.round is not None and self.round.stage != GATHER
 
-    async def _hold_pinned(self, pin: _Pin, snapshot: Any) -> None:
-        """Hashes a state beside the loop, and gives it to those who ask from then on."""
-        held = await hold_state(snapshot)
-        if pin in self._pins:
-            self._donor.hold(held)
-            pin.name, pin.hashed_round = held.name, self.state.round
-            pin.asked_s = asyncio.get_running_loop().time()
-
-    def _pin_for(self, request: JoinRunRequest) -> _Pin | None:
-        """Gives the state that a joiner should take: the one that it is taking, or one that is new enough."""
-        named = [pin for pin in self._pins if pin.name and pin.name == request.state]
-        fresh = [pin for pin in self._pins if pin.name and self._is_fresh(pin)]
-        return next(iter([*named, *reversed(fresh)]), None)
-
-    def _is_fresh(self, pin: _Pin) -> bool:
-        return not pin.name or self.state.round - pin.hashed_round <= NUM_SINCE_PIN
-
-    def _forget(self) -> None:
-        """Drops what nobody needs any more: rounds, and states that none of those who join takes."""
-        loop_s, number = asyncio.get_running_loop().time(), self.state.round
-        now_s = self.context.now_s()
-        lease_s = PIN_S * self.settings.patience * crowd_factor(len(self.members))
-        joiners = self.context.joiners
-        joiners = {key: one for key, one in joiners.items() if now_s - one[0] < lease_s}
-        self.context.joiners = joiners
-
-        def is_taken(pin: _Pin) -> bool:
-            return loop_s - max(pin.asked_s, self._donor.asked_s.get(pin.name, 0.0)) < lease_s
-
-        wanted = [pin.round for pin in self._pins if not pin.name or is_taken(pin)]
-        first = min([number - NUM_KEPT, *wanted, *(one[1] for one in joiners.values())])
-        kept: dict[int, _Finished] = {}
-        num_bytes = 0
-        for key in sorted((key for key in self._finished if key >= first), reverse=True):
-            num_bytes += self._finished[key].size_bytes
-            if number - key > NUM_SINCE_PIN and num_bytes > MAX_KEPT_BYTES:
-                break
-            kept[key] = self._finished[key]
-        self._finished = dict(reversed(kept.items()))
-        for pin in list(self._pins):
-            # without the commits since it is of no use
-            if pin.round not in wanted or not all(key in kept for key in range(pin.round, number)):
-                self._unpin(pin)
-
-    def _unpin(self, pin: _Pin) -> None:
-        self._pins.remove(pin)
-        if all(pin.name != other.name for other in self._pins):
-            self._donor.drop(pin.name)
-
-    def _forget_all(self) -> None:
-        """Drops rounds, states and joiners of another fork, or from before this member took a state.
-
-        Who is near the old fork's state is not near this one's: it would be listed without knowing, and count
-        against the quorum.
-        """
-        self._finished.clear()
-        self.context.joiners.clear()
-        for pin in list(self._pins):
-            self._unpin(pin)
+    def _is_me(self, member: SwarmMember) -> bool:
+        return member == self.context.me
 
     def _wake(self) -> None:
         if self.round is not None:
@@ -586,7 +458,7 @@ class SwarmRun:
                 context.joiners[claim] = context.now_s(), state.round
                 self._wake()
                 self.taker.helpers = [one.peer for one in self._others(self.members)][:3]
-                await self._tell(JoinRunRequest(self.run, claim, state.fork, state.round))
+                await self._helpers.tell(JoinRunRequest(self.run, claim, state.fork, state.round))
                 await asyncio.sleep(JOIN_BEAT_S)
 
     def _try_to_reach(self, member: SwarmMember) -> None:
@@ -598,9 +470,9 @@ class SwarmRun:
             self._standing.scope.start_soon(self._reach(member), name="reach a member")
 
     async def _reach(self, member: SwarmMember) -> None:
-        is_reached, wait_s = True, _SLOW_S * self.settings.patience
+        is_reached, wait_s = True, _REACH_S * self.settings.patience
         try:
-            await self._call_peer(member.peer, JOIN, JoinRunRequest(self.run), wait_s)
+            await self.calls.call_peer(member.peer, JOIN, JoinRunRequest(self.run), wait_s)
         except ShoalError as error:
             is_reached = isinstance(error, PeerRefused | PeerBusy)
         finally:
@@ -623,15 +495,15 @@ class SwarmRun:
                 continue
             alone_s = self.context.now_s()
             async with Scope("join") as scope:
-                scope.start_soon(self._keep_told(found, scope), name="keep helpers told")
+                scope.start_soon(self._helpers.keep_told(found, scope), name="keep helpers told")
                 try:
                     await self._come_closer(found)
                 except ShoalError as error:
-                    self.problem = error.what
+                    self._helpers.problem = error.what
                 scope.cancel()
             if not self.is_member:
                 await self._changed.wait(_JOIN_TICK_S * crowd_factor(len(found.members)))
-        self.problem = ""
+        self._helpers.problem = ""
         self.ledger.reconcile(self.state.descends_from)
 
     def _may_begin(self, alone_s: float) -> bool:
@@ -651,13 +523,10 @@ class SwarmRun:
         fact = msgspec.msgpack.encode((self.run, me))
         if self.state.fork:
             self.state.branch(hashlib.sha256(self.state.name + fact).digest())
-            self._forget_all()
+            self.kept.forget_all()
             self.members, self._tenure = (me,), 1
             return
-        self.state = CommittedState(
-            self.state.parameters, self.state.optimizer, hashlib.sha256(fact).digest()
-        )
-        self._forks = ForkKeeper(self.run, self.context, self.state, self._call_peer)
+        self.state.found(hashlib.sha256(fact).digest())
         self.members, self._tenure = (me,), 1
 
     async def _look_around(self) -> JoinReply | None:
@@ -677,24 +546,24 @@ class SwarmRun:
         state = self.state
         asked = self._others(found.members)
         is_ours = state.fork == found.fork
-        commits = await self._commits_since(asked) if is_ours else []
+        commits = await self._helpers.commits_since(asked) if is_ours else []
         is_near = is_ours and found.round - state.round <= NUM_KEPT
         if not commits and not is_near and not state.has_values:
-            self._forget_all()
+            self.kept.forget_all()
             state.follow(found.fork, found.round, found.name)
             state.num_samples, state.num_steps = found.samples, found.steps
         elif not commits and not is_near:
             taken = await self.taker.take(found)
             if taken is None:
-                await self._tell(JoinRunRequest(self.run, self.context.me, found.fork, -1))
+                await self._helpers.tell(JoinRunRequest(self.run, self.context.me, found.fork, -1))
                 return
             self.state.restore(taken)
             known = [member for member in found.members if member.peer in self.taker.trusted]
             self._listed_since = dict.fromkeys(known, state.round - NUM_COMMITS_TRUSTED)
-            self._newest = -1
-            self._forget_all()
-            self._pin()
-            commits = await self._commits_since(asked)
+            self._helpers.newest = -1
+            self.kept.forget_all()
+            self.kept.pin()
+            commits = await self._helpers.commits_since(asked)
         while commits:
             for commit in commits:
                 if commit.kind == END or not await self._hold_slowly(commit, asked):
@@ -702,8 +571,8 @@ class SwarmRun:
                 if self.is_member:
                     return
             asked = self._others(commit.members)
-            commits = await self._commits_since(asked)
-        await self._tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
+            commits = await self._helpers.commits_since(asked)
+        await self._helpers.tell(JoinRunRequest(self.run, self.context.me, state.fork, state.round))
 
     def _others(self, members: Sequence[SwarmMember]) -> list[SwarmMember]:
         """Lists those that this peer can ask: one that is listed and does not know it must not ask itself."""
@@ -722,59 +591,6 @@ class SwarmRun:
         self._apply(commit, held, -1)
         return True
 
-    async def _commits_since(self, members: Sequence[SwarmMember]) -> list[Commit]:
-        """Fetches the commits that this member has not applied, as most of a few say that keep them."""
-        request = CommitsRequest(self.state.fork, self.state.round)
-        asked = [*self.taker.helpers, *(member.peer for member in members[:MAX_ASKED])]
-        peers = list(dict.fromkeys(asked))
-        while peers:
-            some, peers = peers[:NUM_TELLERS], peers[NUM_TELLERS:]
-            answers = await fanout(
-                [self._call_peer(peer, COMMITS, request, _ASK_S) for peer in some],
-                Deadline.after(2 * _ASK_S),
-                is_enough=lambda done: agree([one for one in done if isinstance(one, list)]),
-            )
-            told = [answer for answer in answers if isinstance(answer, list)]
-            if told:
-                return agreed_commits(told)
-        return []
-
-    async def _tell(self, request: JoinRunRequest, wait_s: float = _ASK_S) -> None:
-        """Tells the first members in the order, the coordinator among them, and the donors."""
-        for reply in await self.taker.tell(request, wait_s):
-            if reply.fork == self.state.fork:
-                self._newest = max(self._newest, reply.round)
-
-    async def _keep_told(self, found: JoinReply, scope: Scope) -> None:
-        """Has the helpers keep what this member still needs, and says when it falls behind; ends when
-        cancelled.
-        """
-        loop, state = asyncio.get_running_loop(), self.state
-        since: tuple[float, int, int] | None = None
-        while True:
-            await asyncio.sleep(JOIN_BEAT_S)
-            taking = self.taker.taking
-            if taking or state.fork != found.fork:
-                since, number = None, -1
-            else:
-                self._newest = max(self._newest, state.round)
-                since, number = since or (loop.time(), state.round, self._newest), state.round
-            if taking or since:
-                request = JoinRunRequest(self.run, self.context.me, found.fork, number, taking)
-                # while the line is full answers come late, and the requests must not
-                scope.start_soon(self._tell(request, _SLOW_S), name="tell helpers")
-            if since is None or loop.time() - since[0] < _SLOW_S:
-                continue
-            num_s, num_own, num_made = loop.time() - since[0], state.round - since[1], self._newest - since[2]
-            if num_made > max(num_own, NUM_KEPT) and self._newest - state.round > NUM_KEPT:
-                self.problem = (
-                    f"The run has made {num_made} rounds in {num_s:.0f} s, and this peer could take only "
-                    f"{num_own}: its line, or that of those who give, is too slow for them. Let rounds be "
-                    "rarer (target_samples, local_steps) or smaller (codec)."
-                )
-                log.warning("%s", self.problem)
-                since = None
-
     async def _meet(self) -> None:
         """Looks for other forks of the run while this member coordinates."""
         assert self._find is not None
@@ -785,85 +601,7 @@ class SwarmRun:
                     await self._forks.meet(await self._find(), self.members)
                 self._wake()
 
-    # --- calls ---
-
-    async def _call(
-        self,
-        member: SwarmMember,
-        method: str,
-        payload: Any,
-        buffers: Sequence[Any],
-        wait_s: float,
-        into: Into = None,
-    ) -> Reply:
-        """Calls a member; this one itself without a network."""
-        if member == self.context.me:
-            answer = await self._serve[method](payload, [memoryview(buffer) for buffer in buffers])
-            return answer if isinstance(answer, Reply) else Reply(answer)
-        upload, loop, num_bytes = self.context.upload, asyncio.get_running_loop(), _num_bytes(buffers)
-        self.num_sent_bytes += num_bytes
-        limit = Deadline.after(max(wait_s, 0.01))
-        if not buffers:
-            reply = await self._transport.call(member.peer, method, payload, deadline=limit, into=into)
-        else:
-            upload.begin(loop.time())
-            num_sent = 0
-            try:
-                reply = await self._transport.call(
-                    member.peer, method, payload, buffers, deadline=limit, into=into
-                )
-                num_sent = num_bytes
-            finally:
-                upload.end(loop.time(), num_sent)
-        kind = _REPLIES.get(method)
-        return reply if kind is None else Reply(_read(reply.payload, kind), reply.buffers)
-
-    async def _call_peer(self, peer: Peer, method: str, payload: Any, wait_s: float) -> Any:
-        reply = await self._transport.call(peer, method, payload, deadline=Deadline.after(wait_s))
-        return _read(reply.payload, _REPLIES[method])
-
-    def _donor_pause_s(self, num_bytes: int) -> float:
-        """Says how long a joiner waits for so many bytes: the line is first of all for the round's values."""
-        round_, bandwidth = self.round, self.context.bandwidth
-        if round_ is None or round_.stage == GATHER or not bandwidth:
-            return 0.0
-        donated = DONOR_SHARE * bandwidth * BYTES_PER_S_OF_MBIT
-        if donated != self._donated_bytes_per_s:
-            self._donor_limiter = RateLimiter(donated, burst=_DONOR_TICK_S * donated)
-            self._donated_bytes_per_s = donated
-        pause_s = self._donor_limiter.take("state", num_bytes, asyncio.get_running_loop().time())
-        # the round may end before, and so short a pause that the clock does not move would not end
-        return min(max(pause_s, _SHORTEST_PAUSE_S), _DONOR_TICK_S) if pause_s else 0.0
-
     # --- answers ---
-
-    def _answering(self, handler: Callable[[Any, Sequence[memoryview]], Awaitable[Any]]) -> Any:
-        async def serve(head: Head, buffers: Sequence[memoryview]) -> Reply:
-            self._check_sender(head)
-            self._check_rate(head)
-            try:
-                answer = await handler(head.payload, buffers)
-            except ProtocolError as error:
-                raise PeerRefused(error.what) from None
-            if not isinstance(answer, Reply):
-                return Reply(answer)
-            num_bytes = _num_bytes(answer.buffers)
-            if not num_bytes:
-                return answer
-            self.num_sent_bytes += num_bytes
-            upload, loop = self.context.upload, asyncio.get_running_loop()
-            upload.begin(loop.time())
-            return Reply(answer.payload, answer.buffers, lambda: upload.end(loop.time(), num_bytes))
-
-        return serve
-
-    def _check_rate(self, head: Head) -> None:
-        """PeerBusy where a peer asks too often; how many parts there are the plan says."""
-        who = head.peer.id or head.peer.address
-        if head.method in (PART, TAKE) or self._requests.allows(asyncio.get_running_loop().time(), who):
-            return
-        self._complaints.add(f"too many messages {head.method}", head.peer, f"{MAX_REQUESTS_A_S} a second")
-        raise PeerBusy(f"This peer asks {head.method} too often.")
 
     def _check_sender(self, head: Head) -> None:
         """PeerRefused for a message in another's name: members speak for themselves."""
@@ -897,7 +635,7 @@ class SwarmRun:
     async def _status_of(self, request: FollowRequest) -> RoundStatus:
         is_ours = request.fork == self.state.fork
         if is_ours and request.round < self.state.round:
-            finished = self._finished.get(request.round)
+            finished = self.kept.finished.get(request.round)
             if finished is None:
                 return RoundStatus(problem="too old")
             digest = finished.commit.digest
@@ -925,7 +663,7 @@ class SwarmRun:
         return round_.reduction
 
     async def _serve_take(self, request: TakeRequest, buffers: Sequence[memoryview]) -> Reply:
-        finished = self._finished.get(request.round) if request.fork == self.state.fork else None
+        finished = self.kept.finished.get(request.round) if request.fork == self.state.fork else None
         if finished is not None or request.digest:
             held = finished.held if finished else {}
             round_ = self.round
@@ -941,14 +679,14 @@ class SwarmRun:
     async def _serve_join(self, request: JoinRunRequest, buffers: Sequence[memoryview]) -> JoinReply:
         if request.run != self.run or not self.is_member:
             raise PeerRefused(f"This peer is no member of the run {request.run[:100]!r}.")
-        pin = self._pin_for(request)
+        pin = self.kept.pin_for(request)
         if request.member is not None and request.fork == self.state.fork:
             is_mine = self.members[0] == self.context.me and request.member.is_reachable
             if is_mine and request.member not in self.context.reached:
                 self._try_to_reach(request.member)  # while it still takes the state
             if request.round >= 0:
                 self._note_joiner(request.member, request.round)
-            elif pin is None and not any(map(self._is_fresh, self._pins)):
+            elif not request.state and self.kept.should_pin():
                 self.context.wants_pin = True
             self._wake()
         if pin is not None and request.round < 0:
@@ -980,10 +718,7 @@ class SwarmRun:
     async def _serve_commits(self, request: CommitsRequest, buffers: Sequence[memoryview]) -> list[Commit]:
         if request.fork != self.state.fork or not self.is_member:
             raise PeerRefused("This member is in another fork, or joins.")
-        numbers = range(request.round, min(self.state.round, request.round + MAX_COMMITS))
-        if any(number not in self._finished for number in numbers):
-            raise PeerRefused("This member does not keep commits that old.")
-        return [self._finished[number].commit for number in numbers]
+        return self.kept.commits_from(request.round)
 
     async def _serve_audit(self, message: AuditMessage, buffers: Sequence[memoryview]) -> None:
         if not self.audits.is_on:
@@ -1001,19 +736,8 @@ class SwarmRun:
         return self._forks.serve_meet(request, self.members, self.context.now_s())
 
 
-def _read(payload: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(payload, kind)
-    except msgspec.ValidationError as error:
-        raise PeerRefused(f"A member answered with something else: {error}") from None
-
-
 def _peers_of(members: Sequence[SwarmMember]) -> list[Peer]:
     return [member.peer for member in members if member.is_callable]
-
-
-def _num_bytes(buffers: Sequence[Any]) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def _id_of(address: Address) -> Any:

@@ -73,6 +73,10 @@ class CommittedState:
         self.round += 1
         self.name = commit.state_name
 
+    def found(self, fork: bytes) -> None:
+        """Begins a run under this name, before any commit."""
+        self.fork, self.name = fork, hashlib.sha256(fork).digest()
+
     def branch(self, fork: bytes) -> None:
         """Goes on under another name, with the same bits."""
         self.ancestry.append((self.fork, self.round))

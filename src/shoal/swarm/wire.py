@@ -242,6 +242,8 @@ class Registration(msgspec.Struct, frozen=True, array_like=True):
     num_elements: int
     bandwidth: float = 0.0
     """Its line in Mbit/s, the slower direction; 0: not known, it counts as that of most others."""
+    taken_mbit_s: float = 0.0
+    """How fast averages came to it in the latest rounds, in Mbit/s; 0: not known."""
 
 
 class FollowRequest(msgspec.Struct, frozen=True, array_like=True):

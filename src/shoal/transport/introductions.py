@@ -49,8 +49,8 @@ _MAX_AT_ONCE = 4
 _BURST = 6  # how often a host is dialed back at once
 _EVERY_S = 5.0  # and then
 
-Way = Literal["tcp", "udp"]
-WAYS: tuple[Way, ...] = ("tcp", "udp")
+IpProtocol = Literal["tcp", "udp"]
+IP_PROTOCOLS: tuple[IpProtocol, ...] = ("tcp", "udp")
 Outcome = Literal["ok", "refused", "silent", "unreachable", "unknown host", "other version", "failed"]
 """How an attempt to talk to a peer ended; `silent` means that nothing came back at all."""
 
@@ -61,8 +61,8 @@ class Caller(msgspec.Struct, frozen=True):
     """What a caller says of itself when it asks who is here."""
 
     software: _Text = ""
-    way: _Text = ""
-    """Over which of `WAYS` it asks, as far as it knows."""
+    ip_protocol: _Text = msgspec.field(default="", name="way")
+    """Over which of `IP_PROTOCOLS` it asks, as far as it knows."""
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -82,20 +82,22 @@ class DialBack(msgspec.Struct, frozen=True):
     """Asks to be called at a port of the host that the question comes from."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    ways: Annotated[tuple[Way, ...], msgspec.Meta(min_length=1, max_length=2)] = WAYS
+    ip_protocols: Annotated[tuple[IpProtocol, ...], msgspec.Meta(min_length=1, max_length=2)] = msgspec.field(
+        default=IP_PROTOCOLS, name="ways"
+    )
     patience_s: Annotated[float, msgspec.Meta(gt=0)] = MAX_PATIENCE_S
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """How dialing back went over one way."""
+    """How dialing back went over one protocol."""
 
-    way: Way
+    ip_protocol: IpProtocol = msgspec.field(name="way")
     outcome: Outcome
     says: str = ""
 
 
 class DialedBack(msgspec.Struct, frozen=True):
-    """Tells how dialing back went, over each way."""
+    """Tells how dialing back went, over each protocol."""
 
     address: _Text
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=2)]
@@ -120,8 +122,8 @@ class Introductions:
         """Tell who this is, and how the caller looks from here."""
         endpoint, caller = self._endpoint, head.payload
         software = f", shoal {caller.software}" if caller.software else ""
-        way = f" over {caller.way.upper()}" if caller.way in WAYS else ""
-        log.info("%s asks who is here%s%s", head.peer, way, visible_line(software))
+        over = f" over {caller.ip_protocol.upper()}" if caller.ip_protocol in IP_PROTOCOLS else ""
+        log.info("%s asks who is here%s%s", head.peer, over, visible_line(software))
         return Reply(
             Introduction(
                 software=__version__,
@@ -134,7 +136,7 @@ class Introductions:
         )
 
     async def dial_back(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Call the caller at the port that it names, over the ways that it names."""
+        """Call the caller at the port that it names, over the protocols that it names."""
         if head.peer.address.is_relayed:
             raise PeerRefused("who calls through a relay is not dialed back: its host is the relay's.")
         host, wish = head.peer.address.host, head.payload
@@ -145,27 +147,27 @@ class Introductions:
         if self._num_dialing >= _MAX_AT_ONCE:
             raise PeerBusy("this peer dials back to others now.", next_step="try again in a few seconds.")
         target = Peer(Address(host, wish.port), head.peer.id)
-        ways = tuple(dict.fromkeys(wish.ways))
+        protocols = tuple(dict.fromkeys(wish.ip_protocols))
         deadline = Deadline.after(min(wish.patience_s, MAX_PATIENCE_S))
         self._num_dialing += 1
         try:
-            outcomes = await fanout([self._dial(way, target, deadline) for way in ways], deadline)
+            outcomes = await fanout([self._dial(one, target, deadline) for one in protocols], deadline)
         finally:
             self._num_dialing -= 1
         attempts = tuple(
-            Attempt(way, outcome_of(outcome), str(outcome)[:200])
+            Attempt(one, outcome_of(outcome), str(outcome)[:200])
             if isinstance(outcome, Exception)
-            else Attempt(way, "ok")
-            for way, outcome in zip(ways, outcomes, strict=True)
+            else Attempt(one, "ok")
+            for one, outcome in zip(protocols, outcomes, strict=True)
         )
-        told = ", ".join(f"{attempt.way.upper()} {attempt.outcome}" for attempt in attempts)
+        told = ", ".join(f"{attempt.ip_protocol.upper()} {attempt.outcome}" for attempt in attempts)
         log.info("%s is dialed back at %s: %s", head.peer, target.address, told)
         return Reply(DialedBack(str(target.address), attempts))
 
-    async def _dial(self, way: Way, target: Peer, deadline: Deadline) -> None:
+    async def _dial(self, ip_protocol: IpProtocol, target: Peer, deadline: Deadline) -> None:
         endpoint = self._endpoint
-        if way == "tcp":
-            await ask_about(endpoint.streams, target, way, deadline)
+        if ip_protocol == "tcp":
+            await ask_about(endpoint.streams, target, ip_protocol, deadline)
             return
         # from a port that the caller has never sent to: routers and firewalls let answers in, not strangers
         stranger = DatagramTransport(
@@ -175,7 +177,7 @@ class Introductions:
             network=endpoint.network,
         )
         async with stranger:
-            await ask_about(stranger, target, way, deadline)
+            await ask_about(stranger, target, ip_protocol, deadline)
 
     def sink(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Take the bytes of a caller that measures its line, and drop them."""
@@ -207,9 +209,11 @@ def _take_bulk(head: Head) -> list[bytearray]:
 # --- asking ---
 
 
-async def ask_about(transport: Any, peer: Peer | Address, way: Way, deadline: Deadline) -> Introduction:
+async def ask_about(
+    transport: Any, peer: Peer | Address, ip_protocol: IpProtocol, deadline: Deadline
+) -> Introduction:
     """Ask a peer who it is."""
-    reply = await transport.call(peer, ABOUT, Caller(__version__, way), deadline=deadline)
+    reply = await transport.call(peer, ABOUT, Caller(__version__, ip_protocol), deadline=deadline)
     return read_answer(reply, Introduction, ABOUT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64
 """A cache line, and the widest vector register: kernels give equal bits only on equally aligned data."""
+IDLE_S = 10.0
+"""Memory of a pool that nobody has needed for so long goes back to the system."""
 _POOLED_FROM_BYTES = 64 << 10  # below this malloc is as fast as the pool
 _SLAB_BYTES = 64 << 10
 _SLAB_ITEM_BYTES = 8 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
@@ -80,21 +83,28 @@ class BufferPool:
 
     It matters above 32 MiB, where the C library returns memory to the system each time: allocating and
     filling 64 MiB takes 6.8 ms with it and 18.6 ms without; at 8 MiB it makes no difference. May be used
-    from any thread; at most `max_idle_bytes` lie unused.
+    from any thread; at most `max_idle_bytes` lie unused. What nobody has needed for `IDLE_S` is given back
+    when the pool is next asked: else each size would keep as much as was ever in use of it at once.
 
     `make_storage` gives memory of a kind of its own, such as what a GPU reads by itself, as an array of so
-    many bytes. Such memory is dear: what lies unused serves half its size too, and where None is given in
-    place of more, plain memory is handed out that does not come back.
+    many bytes. Such memory is dear: it is kept, what lies unused serves half its size too, and where None is
+    given in place of more, plain memory is handed out that does not come back.
     """
 
     def __init__(
-        self, max_idle_bytes: int = 256 << 20, make_storage: Callable[[int], Any] | None = None
+        self,
+        max_idle_bytes: int = 256 << 20,
+        make_storage: Callable[[int], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._make_storage = make_storage or functools.partial(np.empty, dtype=np.uint8)
         self._is_dear = make_storage is not None
-        self._idle: dict[int, list[Any]] = collections.defaultdict(list)
+        self._idle: dict[int, list[tuple[float, Any]]] = collections.defaultdict(list)
+        """By size class, since when each lies unused: the latest is used again first."""
         self._idle_bytes = 0
+        self._clock = clock
+        self._trimmed_s = clock()
         self._lock = threading.Lock()
         self._returned: collections.deque[tuple[int, Any]] = collections.deque()
         self._leases: dict[int, weakref.ref[Any]] = {}
@@ -121,9 +131,10 @@ class BufferPool:
             idle = self._idle.get(class_bytes)
             if not idle and self._is_dear:
                 class_bytes, idle = self._larger(class_bytes)
-            storage = idle.pop() if idle else None
+            storage = idle.pop()[1] if idle else None
             if storage is not None:
                 self._idle_bytes -= class_bytes
+            self._trim(self._clock())
         if storage is None:
             storage = self._make_storage(class_bytes + ALIGNMENT_BYTES)
             if storage is None:
@@ -171,7 +182,19 @@ class BufferPool:
             self._idle.clear()
             self._idle_bytes = 0
 
-    def _larger(self, class_bytes: int) -> tuple[int, list[Any] | None]:
+    def _trim(self, now_s: float) -> None:
+        """Let go of what nobody has needed for long; looked at a few times in that time."""
+        if self._is_dear or now_s - self._trimmed_s < IDLE_S / 4:
+            return
+        self._trimmed_s = now_s
+        for class_bytes, idle in self._idle.items():
+            num_old = next(
+                (at for at, (since_s, _) in enumerate(idle) if now_s - since_s < IDLE_S), len(idle)
+            )
+            del idle[:num_old]
+            self._idle_bytes -= num_old * class_bytes
+
+    def _larger(self, class_bytes: int) -> tuple[int, list[tuple[float, Any]] | None]:
         """The next class, up to twice the size, of which some lies unused; the same class when none does."""
         larger_bytes = class_bytes
         while (larger_bytes := _size_class(larger_bytes + 1)) <= 2 * class_bytes:
@@ -180,10 +203,11 @@ class BufferPool:
         return class_bytes, None
 
     def _take_back(self) -> None:
+        now_s = self._clock() if self._returned else 0.0
         while self._returned:
             class_bytes, storage = self._returned.popleft()
             if self._idle_bytes + class_bytes <= self._max_idle_bytes:
-                self._idle[class_bytes].append(storage)
+                self._idle[class_bytes].append((now_s, storage))
                 self._idle_bytes += class_bytes
 
     def _returner(self, lease_id: int, storage: Any, class_bytes: int) -> Any:

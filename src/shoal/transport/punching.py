@@ -138,7 +138,7 @@ class Punching:
         try:
             while True:
                 await asyncio.sleep(wait_s)
-                if self._streams.ways().get(peer_id) != "relayed":
+                if self._streams.connection_kinds().get(peer_id) != "relayed":
                     return
                 if not self._backoff.is_paused(peer_id, loop.time()):
                     self._backoff.failed(

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -111,6 +112,40 @@ def test_a_port_where_nobody_listens(run):
                 assert client.num_connections == 0
 
     run(check())
+
+
+def test_calls_that_failed_keep_nothing_of_their_callers(run):
+    """Tracebacks have the callers' frames: a cycle would keep all that those hold, often for minutes."""
+
+    class Held:
+        pass
+
+    async def fail(transport, target):
+        held = Held()
+        kept = weakref.ref(held)
+        with contextlib.suppress(ShoalError):
+            await through(transport, target, held)
+        return kept
+
+    async def through(transport, target, held):
+        await transport.call(target, "no such method", deadline=Deadline.after(10))
+
+    async def main():
+        async with StreamTransport() as server, StreamTransport() as client:
+            there = await server.listen(LOOPBACK)
+            with socket.socket() as reserved:
+                reserved.bind(("127.0.0.1", 0))
+                nowhere = Address(*reserved.getsockname())
+                gc.collect()
+                gc.disable()
+                try:
+                    kept = [await fail(client, target) for target in (nowhere, there)]
+                    await asyncio.sleep(0.05)
+                    assert [one() for one in kept] == [None, None]
+                finally:
+                    gc.enable()
+
+    run(main())
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 70 + ".invalid", "bad\0name", "ü" * 80])

@@ -52,7 +52,7 @@ _MAX_ELAPSED_S = 2.0  # of one look: when this process itself stood still, the p
 _LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
 
 
-Way = Literal["direct", "punched", "relayed"]
+ConnectionKind = Literal["direct", "punched", "relayed"]
 """How a connection reaches its peer: dialed, dialed by both through their routers, or through a relay."""
 
 
@@ -245,7 +245,7 @@ class Connection(asyncio.BufferedProtocol):
         return self.peer.address.is_relayed
 
     @property
-    def way(self) -> Way:
+    def kind(self) -> ConnectionKind:
         """How it reaches the peer."""
         return "relayed" if self.is_relayed else "punched" if self.is_punched else "direct"
 

@@ -32,7 +32,7 @@ from shoal.transport.network.sockets import Accepted, Listener, Network, SocketN
 from shoal.transport.relay import Arrived, dial_through_relay
 from shoal.transport.streams.calls import ConnectionRetired
 from shoal.transport.streams.channel import StreamChannel
-from shoal.transport.streams.connection import Connection, Way
+from shoal.transport.streams.connection import Connection, ConnectionKind
 from shoal.transport.trust.membership import Membership, check_may_listen
 from shoal.transport.trust.tls import BUSY_ALERT, explain
 
@@ -43,7 +43,7 @@ SWEEP_S = 1.0  # how often busy connections are looked after
 _IDLE_SHARE = 0.25  # of the time after which an idle connection is closed: how often one looks for them
 _MAX_CLOSING_TURNS = 100
 _ABSENT = object()
-CONNECTION_WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")  # the best one first
+CONNECTION_KINDS: tuple[ConnectionKind, ...] = ("direct", "punched", "relayed")  # the best one first
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
@@ -223,13 +223,13 @@ class StreamTransport(Transport):
                 self._dialed_as[connection] = peer
                 before.leave("there is a better way.")
 
-    def ways(self) -> dict[PeerId, Way]:
+    def connection_kinds(self) -> dict[PeerId, ConnectionKind]:
         """How each peer that there is a connection with is reached: the best way, where there are several."""
-        found: dict[PeerId, Way] = {}
-        for way in reversed(CONNECTION_WAYS):
+        found: dict[PeerId, ConnectionKind] = {}
+        for kind in reversed(CONNECTION_KINDS):
             for connection in tuple(self._shards[0].connections) if self._shards else ():
-                if connection.is_usable and connection.peer.id is not None and connection.way == way:
-                    found[connection.peer.id] = way
+                if connection.is_usable and connection.peer.id is not None and connection.kind == kind:
+                    found[connection.peer.id] = kind
         return found
 
     # --- asking ---
@@ -258,6 +258,9 @@ class StreamTransport(Transport):
                     return await call.answer
                 finally:
                     calling.end(call)
+                    del (
+                        call
+                    )  # its answer may be an error, whose traceback has this frame: nobody would end it
             except ConnectionRetired:
                 if attempt == _DIAL_ATTEMPTS - 1:
                     raise connection.error_for(method) from None
@@ -357,7 +360,11 @@ class StreamTransport(Transport):
                 raise
             raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
         if isinstance(outcome, ShoalError):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                # its traceback has this frame: it would keep itself, and all that its callers hold
+                del outcome, dialing
         return outcome
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
