@@ -60,6 +60,11 @@ class Attendance:
         """Those who have told this member that they leave."""
         return [self._members[place] for place, one in self.followers.items() if one.is_leaving]
 
+    @property
+    def all_leave(self) -> bool:
+        """Whether this member leaves, and all others have said that they do."""
+        return self._context.is_leaving and len(self.leaving) == len(self._members) - 1
+
     def hear(self, place: int, request: FollowRequest) -> bool:
         """Notes what a member says of itself; False where nothing of it is new."""
         follower = self.followers.setdefault(place, Follower())

@@ -66,6 +66,7 @@ as long: whoever was announced before them may be gone."""
 _LEAVE_S = 30.0
 _MAX_FOUND = 32
 _LOOK_S = 0.5
+_CHECK_MODEL_S = 5.0
 
 
 def where_called(dht: DHT) -> tuple[Address, bool]:
@@ -226,17 +227,14 @@ class BlockingSwarmRun:
         log.warning("run %s: %s", self._name, text)
 
     async def _wait_until(self, condition: Callable[[SwarmRun], bool], deadline: Deadline) -> bool:
-        run, num_looks = self.run, 0
+        run, checked = self.run, Deadline.after(_CHECK_MODEL_S)
         while not condition(run):
             if deadline.is_past:
                 return False
-            num_looks += 1
-            if not run.is_member and num_looks % 10 == 0:
+            if not run.is_member and checked.is_past:
                 await self._check_model()
-            try:
-                await run.next_commit(Deadline.after(min(_LOOK_S, deadline.remaining_s)))
-            except DeadlineExceeded:
-                continue
+                checked = Deadline.after(_CHECK_MODEL_S)
+            await run.next_change(min(_LOOK_S, deadline.remaining_s))
         return True
 
     async def _pass_round(self, after_round: int | None, deadline: Deadline) -> int:

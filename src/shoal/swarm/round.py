@@ -684,6 +684,8 @@ class SwarmRound:
                 return True
             if not self._attendance.needs_commit():
                 waits_s = None
+            elif self._attendance.all_leave:
+                return True  # nobody is left who might leave or come in the same commit
             elif waits_s is None:
                 waits_s = self._now()
             elif self._now() - waits_s > ADMIT_S * self._attendance.crowd:

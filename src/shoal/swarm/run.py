@@ -254,6 +254,10 @@ class SwarmRun:
             await self._changed.wait(None if deadline is None else deadline.remaining_s)
         return self.state.round
 
+    async def next_change(self, timeout_s: float) -> None:
+        """Waits until this member is in another round, or listed in another way, at most so long."""
+        await self._changed.wait(timeout_s)
+
     async def leave(self, deadline: Deadline) -> None:
         """Leaves in order: returns once a commit has taken this member off the list."""
         self.context.is_leaving = True
@@ -265,6 +269,8 @@ class SwarmRun:
         round_, told_by = self.round, Deadline.after(_LINGER_S * self.settings.patience)
         while round_ is not None and round_.coordinator == self.context.me and not told_by.is_past:
             others = [*self.members, *round_.leaving]
+            if not others:
+                break
             if all(self._told.get(member, -1) >= round_.number for member in others):
                 await asyncio.sleep(_LAST_WORD_S * self.settings.patience)
                 break
