@@ -178,7 +178,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "transport": Benchmark("transport:TransportScenario", "transport:transport_command"),
     "virtual": Benchmark("virtual:VirtualScenario", "virtual:virtual_command"),
-    "swarm": Benchmark("swarm:SwarmScenario", "plans:swarm_command"),
+    "swarm": Benchmark("swarm:SwarmScenario", "swarm:swarm_command"),
     "dht": Benchmark("dht:DhtScenario", "dht:dht_command"),
     "experts": Benchmark("experts:ExpertsScenario", "experts:experts_command"),
     "collectives": Benchmark("collectives:CollectivesScenario", "collectives:collectives_command"),

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.bench.collectives import parse_size
-from shoal.bench.frame import RowKey, RunFlags, Tell, measured
+from shoal.bench.frame import BenchmarkPlan, RowKey, RunFlags, Tell, measured
 from shoal.bench.workers import Child, Parent, ask_all, child, resident_bytes, serve
 from shoal.core import (
     Address,
@@ -89,6 +89,11 @@ class SwarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_stops: int = 0
     is_plain: bool = False
     hivemind: str | None = None
+
+
+def swarm_command(flags: SwarmFlags, run: RunFlags) -> BenchmarkPlan:
+    """Rounds of a swarm of processes, clean and with a peer killed or stopped, beside the transport alone."""
+    return BenchmarkPlan(swarm_config(flags, run), run=run, summarize=summarize_swarm)
 
 
 def swarm_config(flags: SwarmFlags, run: RunFlags) -> SwarmConfig:
