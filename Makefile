@@ -48,7 +48,7 @@ $(INTEGRATED): $(READY)
 	touch $(INTEGRATED)
 
 test-slow: $(INTEGRATED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python tools/halves.py --slow
 
 # tests that need a GPU, and what groups and strategies promise, with tensors there
 test-gpu: setup

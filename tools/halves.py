@@ -1,9 +1,10 @@
 """Runs the tests as two halves at once, one for each of two cores.
 
-    python tools/halves.py [--fast | --record] [options of pytest]
+    python tools/halves.py [--fast | --slow] [--record] [options of pytest]
 
 Files are dealt by the seconds that each takes (tests/seconds.json), so that both halves end together.
-`--fast` runs the files with the most tests in a second, as many as fit into a minute; `--record` writes the
+`--fast` runs the files with the most tests in a second, as many as fit into a minute; `--slow` runs the tests
+that are marked so, and deals files by what these take (tests/slow_seconds.json); `--record` writes the
 seconds anew.
 
 Output comes half by half, the exit code is 0 when all passed and nothing is left behind: no process, no
@@ -29,6 +30,9 @@ ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 SECONDS = TESTS / "seconds.json"
 """What each file took, beside another half; one that is not there is taken for a second."""
+SLOW_SECONDS = TESTS / "slow_seconds.json"
+"""The same of the slow tests in each file."""
+OWN_OPTIONS = ("--fast", "--slow", "--record")
 FAST_S = 45.0
 """Of each half, with `--fast`; pytest itself needs some more."""
 NO_TESTS = 5  # pytest's exit code when nothing was selected
@@ -41,9 +45,10 @@ BOARD = f"shoal-{os.getuid()}"
 """The folder of `shoal top`, which stays."""
 
 
-def halves(*, is_fast: bool = False) -> list[list[str]]:
+def halves(*, is_fast: bool = False, is_slow: bool = False) -> list[list[str]]:
     """The files of each half, in the order of their names; with `is_fast` those that take the least alone."""
-    recorded: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    source = SLOW_SECONDS if is_slow else SECONDS
+    recorded: dict[str, float] = json.loads(source.read_text()) if source.exists() else {}
     files = {
         path: recorded.get(path.relative_to(TESTS).as_posix(), 1.0)
         for path in sorted(TESTS.rglob("test_*.py"))
@@ -71,22 +76,25 @@ def _first_seconds(order: Iterable[Path], files: dict[Path, float]) -> dict[Path
 
 def main(options: list[str]) -> int:
     """Run both halves, then look for what is left; the exit code."""
-    is_fast, is_recorded = (name in options for name in ("--fast", "--record"))
-    options = [option for option in options if option not in ("--fast", "--record")]
+    is_fast, is_slow, is_recorded = (name in options for name in OWN_OPTIONS)
+    options = [option for option in options if option not in OWN_OPTIONS]
+    if is_slow:
+        options = ["-m", "slow", *options]
     mark = secrets.token_hex(8)
     shared = shared_memory()
     # a short path: sockets of the tests have names of at most a hundred characters
     with tempfile.TemporaryDirectory(prefix="s", ignore_cleanup_errors=True) as folder:
-        code = _run(Path(folder), mark, halves(is_fast=is_fast), options)
+        print(f"What the halves print until they end: tail -f {folder}/*.log", flush=True)
+        code = _run(Path(folder), mark, halves(is_fast=is_fast, is_slow=is_slow), options)
         if is_recorded:
-            _record(Path(folder))
+            _record(Path(folder), SLOW_SECONDS if is_slow else SECONDS)
         left = [*end_processes(mark), *temporary_files(Path(folder)), *remove_shared_memory(shared)]
     for line in left:
         print(f"Left behind by the tests: {line}", flush=True)
     return max(code, 1 if left else 0)
 
 
-def _record(folder: Path) -> None:
+def _record(folder: Path, target: Path) -> None:
     """Write what each file took, in seconds, from the halves' reports."""
     seconds: dict[str, float] = {}
     for report in folder.glob("*.xml"):
@@ -97,7 +105,7 @@ def _record(folder: Path) -> None:
             name = "/".join(parts) + ".py"
             seconds[name] = seconds.get(name, 0.0) + float(case.attrib["time"])
     rounded = {name: max(0.1, round(took_s, 1)) for name, took_s in sorted(seconds.items())}
-    SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+    target.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def _run(folder: Path, mark: str, parts: list[list[str]], options: list[str]) -> int:

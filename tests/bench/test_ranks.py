@@ -127,6 +127,7 @@ def result_of(done):
 @pytest.mark.timeout(LIMIT_S)
 def test_under_torchrun_every_process_is_a_rank_and_one_reports(tmp_path):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["--log-dir", str(tmp_path / "logs")]  # else torchrun makes a folder, and leaves it there
     done = subprocess.run(
         [*words, "-m", "shoal", "bench", "training", *SHORT],
         cwd=tmp_path,

@@ -47,8 +47,8 @@ REFUSED = {
 }
 FEW_CLIENTS = "--num-clients 2 --num-experts 2 --batch-size 8 --hidden-dim 16 --num-batches-per-client 2"
 FEW_PINGS = (
-    "--hid-dim 16 --layers-per-gpu 2 --batches-for-latency 1 --batches-for-throughput 2 --throughput-runs 2 "
-    "--linspace-points 2 --max-ping 0.01"
+    "--hid-dim 16 --batch-size 1 --layers-per-gpu 2 --batches-for-latency 1 --batches-for-throughput 2 "
+    "--throughput-runs 2 --linspace-points 2 --max-ping 0.01"
 )
 SMALL = {
     "benchmark_throughput.py": FEW_CLIENTS,

@@ -145,6 +145,7 @@ def test_it_learns_under_torchrun(pair, tmp_path, name):
     num_each = 3 if case.num_servers else 2
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", num_each]
     words += ["--master-addr", pair[0].address, "--master-port", 29500]
+    words += ["--log-dir", tmp_path / "logs"]  # else torchrun makes a folder, and leaves it there
     own = [
         PROGRAM,
         *case.own_words,

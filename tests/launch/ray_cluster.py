@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 # on a busy machine Ray gives up its own start after 30 s, and what runs at niceness 15 hardly runs at all
@@ -19,13 +20,15 @@ class Cluster:
     """Two nodes, in a process of their own."""
 
     def __init__(self, log, num_cpus=1):
+        # of a short name, as sockets are in it; Ray itself leaves what it has written there
+        self._folder = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(num_cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, **PATIENCE},
+            env={**os.environ, **PATIENCE, "RAY_TMPDIR": self._folder.name},
         )
         self.address = self._process.stdout.readline().strip()
 
@@ -35,7 +38,7 @@ class Cluster:
         assert self._process.stdout.readline() == "done\n"
 
     def close(self):
-        with self._process:
+        with self._folder, self._process:
             self._process.stdin.close()
             self._process.wait(40)
 

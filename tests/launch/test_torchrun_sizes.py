@@ -62,6 +62,7 @@ class Nodes:
         ]
         words += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "sizes"]
         words += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1"]
+        words += ["--log-dir", str(self._folder / "logs")]  # else it makes a folder, and leaves it there
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **self.variables}
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words, *self.program],

@@ -41,6 +41,24 @@ def test_what_files_take_is_recorded(tmp_path, monkeypatch):
     assert seconds[name] >= 0.3
 
 
+def test_slow_tests_are_run_alone_and_dealt_by_seconds_of_their_own(tmp_path, monkeypatch):
+    options = options_for(tmp_path, monkeypatch)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(
+            "import pytest\ndef test_that_fails():\n    assert False\n"
+            "@pytest.mark.slow\ndef test_slowly():\n    pass\n"
+        )
+    monkeypatch.setattr(halves, "SECONDS", tmp_path / "seconds.json")
+    monkeypatch.setattr(halves, "SLOW_SECONDS", tmp_path / "slow_seconds.json")
+    halves.SECONDS.write_text(json.dumps({"test_a.py": 1, "test_b.py": 1, "test_c.py": 9}))
+    assert halves.main(["--slow", "--record", *options]) == 0
+    assert sorted(json.loads(halves.SLOW_SECONDS.read_text())) == ["test_a.py", "test_b.py", "test_c.py"]
+    halves.SLOW_SECONDS.write_text(json.dumps({"test_a.py": 9, "test_b.py": 1, "test_c.py": 1}))
+    named = [[Path(place).name for place in places] for places in halves.halves(is_slow=True)]
+    assert named == [["test_a.py"], ["test_b.py", "test_c.py"]]
+
+
 def options_for(folder, monkeypatch):
     """Have the halves run the tests of this folder, with these options."""
     monkeypatch.setattr(halves, "TESTS", folder)

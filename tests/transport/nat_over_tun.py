@@ -80,7 +80,7 @@ class Internet:
 
     def host(self, address, behind=None):
         """A machine of its own with one address, which is private where it is behind a router."""
-        name = f"shoal-{os.getpid()}-{len(self._hosts)}"
+        name = f"shoal-tun-{os.getpid()}-{len(self._hosts)}"
         device = f"sh{os.getpid() % 1_000_000}x{len(self._hosts)}"
         _ip("netns", "add", name)
         self._closing.callback(_ip, "netns", "delete", name)
@@ -180,7 +180,7 @@ def _bytes(host):
 def _delete_leftovers():
     """Delete the namespaces of tests that were killed."""
     for line in _ip("netns").splitlines():
-        if (found := re.match(r"(shoal-(\d+)-\d+)\b", line)) and not Path(f"/proc/{found[2]}").exists():
+        if (found := re.match(r"(shoal-tun-(\d+)-\d+)\b", line)) and not Path(f"/proc/{found[2]}").exists():
             with contextlib.suppress(subprocess.CalledProcessError):  # another test does so, too
                 _ip("netns", "delete", found[1])
 
