@@ -38,10 +38,17 @@ VERBS = {
     "benchmark_horovod.py": "bench training --strategies horovod",
     "benchmark_ps.py": "bench training",
 }
-FILLED = {"H1:P1": "127.0.0.1:8081", "H2:P2": "127.0.0.1:8082", "FILE": "file.json"}
+FILLED = {
+    "H1:P1": "127.0.0.1:8081",
+    "H2:P2": "127.0.0.1:8082",
+    "FILE": "file.json",
+    "PORT": "0",
+    "BLOCK_TYPE": "ffn",
+    "N": "0",
+}
 REFUSED = {
-    # experts are served by class: shoal serve --expert-class lah-ffn --num-experts 56 --listen HOST:PORT
-    "throughput_server.py": "No such option: -a",
+    # all its flags are understood, and here is no GPU
+    "throughput_server.py": "There is no GPU for --device cuda:0",
     # files that other commands have written
     "diff.py": "BASELINE does not exist",
 }
@@ -80,6 +87,7 @@ def asked(monkeypatch, tmp_path):
     """The configs that `run_and_tell` is asked for."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "default_device", lambda: "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "ensure_open_files", lambda *_, **__: None)
     configs = []
     monkeypatch.setattr(module, "run_and_tell", lambda typed, benchmark, plan: configs.append(plan.config))

@@ -25,7 +25,7 @@ class Answers:
     async def call(self, peer, method, payload=None, **options):
         if method != DIAL_BACK:
             return await self._real.call(peer, method, payload, **options)
-        assert payload.ways == ("udp",)
+        assert payload.ip_protocols == ("udp",)
         self.asked.append(peer.address.host)
         outcome = self.outcomes[peer.address.host]
         attempts = outcome if isinstance(outcome, list) else [{"way": "udp", "outcome": outcome}]

@@ -63,8 +63,9 @@ def _flag(option: OptionInfo) -> inspect.Parameter:
 
 def _with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb a flag for each field of the configuration."""
-    own = [one for one in inspect.signature(verb, eval_str=True).parameters.values() if one.name != "flags"]
-    return with_parameters(verb, [*own, *map(_flag, options())])
+    named = inspect.signature(verb, eval_str=True).parameters.values()
+    config, *of_documents = [one for one in named if one.name != "flags"]
+    return with_parameters(verb, [config, *map(_flag, options()), *of_documents])
 
 
 @_with_flags
