@@ -66,6 +66,7 @@ from shoal.transport.streams.blocking import MAX_CALL_BYTES, BlockingCaller
 T = TypeVar("T")
 
 
+_TOO_LATE_S = 0.005
 _FIRST_PAUSE_S = 0.01
 _MAX_PAUSE_S = 1.0
 _MAX_SENDS = 4  # of one backward whose connection breaks
@@ -505,7 +506,7 @@ class ExpertClient(BlockingBridge):
         turns = [asyncio.Event() for _ in ranked]
         turns[0].set()
         calls = [
-            self._in_turn(functools.partial(ask, peer), turns, index, self._hedge_s(ranked, index))
+            self._in_turn(functools.partial(ask, peer), turns, index, self._hedge_s(ranked, index), deadline)
             for index, peer in enumerate(ranked)
         ]
         outcomes = await fanout(
@@ -530,6 +531,7 @@ class ExpertClient(BlockingBridge):
         turns: Sequence[asyncio.Event],
         index: int,
         hedge_s: float | None,
+        deadline: Deadline | None,
     ) -> T:
         if index > 1:
             await turns[index - 1].wait()  # the one before has begun
@@ -540,7 +542,9 @@ class ExpertClient(BlockingBridge):
         try:
             return await ask()
         except Exception:
-            if index + 1 < len(turns):
+            # the deadline ends the call to this one a moment before it ends all: nobody else could answer then
+            has_time = deadline is None or deadline.remaining_s > _TOO_LATE_S
+            if index + 1 < len(turns) and has_time:
                 turns[index + 1].set()
             raise
 
