@@ -542,7 +542,7 @@ class ExpertClient(BlockingBridge):
         try:
             return await ask()
         except Exception:
-            # the deadline ends the call to this one a moment before it ends all: nobody else could answer then
+            # the deadline ends this call a moment before it ends all: nobody else could answer then
             has_time = deadline is None or deadline.remaining_s > _TOO_LATE_S
             if index + 1 < len(turns) and has_time:
                 turns[index + 1].set()
