@@ -16,6 +16,7 @@ operations that their receiver has begun, too. Mailbox and handles are for any t
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import queue
 import secrets
@@ -306,6 +307,8 @@ class _Link:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._outgoing: OneWayConnection | None = None
         self._incoming: OneWayConnection | None = None
+        self._dialed: socket.socket | None = None
+        """What has connected and is not served yet."""
         self._has_thread = False
         self._is_busy = True
         """Whether somebody is sending what is in the queue, and will look at it again."""
@@ -371,10 +374,17 @@ class _Link:
         is_alone = self._unclaimed_bytes <= self.room_bytes // _ROOM_PARTS
         return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self.room_bytes
 
+    def dialed(self, connected: socket.socket) -> None:
+        """Has `close` end a connection before it is served, too: a peer behind a cut never greets."""
+        with self.lock:
+            self._dialed = connected
+            if self._error is not None:
+                raise OSError("The worker that connects is closed.")
+
     def serve(self, wire: OneWayConnection) -> None:
         """Sends all that comes, until it is closed."""
         with self.lock:
-            self._outgoing = wire
+            self._outgoing, self._dialed = wire, None
         while self._error is None:
             while (sending := self._next()) is not None:
                 if len(self._rest):
@@ -405,6 +415,9 @@ class _Link:
             self._queue.clear()
             self._without_room.clear()
             wires = [self._outgoing]
+            if self._dialed is not None:
+                with contextlib.suppress(OSError):  # not TLS's own, which the thread that dials still needs
+                    socket.socket.shutdown(self._dialed, socket.SHUT_RDWR)
             if should_cut:
                 self._is_cut = True
                 wires.append(self._incoming)
@@ -461,12 +474,21 @@ class Handshake:
         self._membership = membership
         self._is_encrypted = is_encrypted
 
-    def dial(self, rank: int, address: Address, peer_id: PeerId | None) -> OneWayConnection:
-        """Connects with a rank; PeerRefused where somebody else answers, OSError where nobody does."""
+    def dial(
+        self, rank: int, address: Address, peer_id: PeerId | None, opened: Callable[[socket.socket], None]
+    ) -> OneWayConnection:
+        """Connects with a rank; PeerRefused where somebody else answers, OSError where nobody does.
+
+        `opened` is given what has connected, before the other side has greeted.
+        """
         connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
         try:
             prepare(connected)
-            tls = connected = self._membership.client_tls().wrap_socket(connected)
+            tls = connected = self._membership.client_tls().wrap_socket(
+                connected, do_handshake_on_connect=False
+            )
+            opened(tls)
+            tls.do_handshake()
             if peer_id is not None and _id_of(tls) != peer_id:
                 raise PeerRefused(f"The process at {address} is not rank {rank} of this run.")
             key = secrets.token_bytes(KEY_BYTES)
@@ -563,7 +585,7 @@ class TensorLinks:
         give_up, wire = Deadline.after(_CONNECTING_S), None
         while wire is None:
             try:
-                wire = self._handshake.dial(link.rank, link.address, self._ids[link.rank])
+                wire = self._handshake.dial(link.rank, link.address, self._ids[link.rank], link.dialed)
             except (OSError, ShoalError) as error:
                 if link.is_closed:
                     return
