@@ -83,6 +83,21 @@ def test_a_worker_cannot_send_as_another_one(is_encrypted, caplog):
         assert torch.equal(other.receive(0, ("x",), torch.empty(3)).wait(soon()), torch.ones(3))
 
 
+def test_closing_does_not_wait_for_one_that_never_greets():
+    """As a worker behind a cut does, which may take a minute to be given up."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, open_meshes(2) as (one, _):
+        one._links.set_address(1, Address("127.0.0.1", silent.getsockname()[1]), 1)
+        handle = one.send(1, ("x",), torch.ones(3))
+        connected, _ = silent.accept()
+        with connected:
+            assert connected.recv(1)  # it is in the middle of greeting
+            began_s = time.monotonic()
+            one._links.close(Deadline.after(30))
+            assert time.monotonic() - began_s < 15
+        with pytest.raises(PeerLost):
+            handle.wait(soon())
+
+
 def test_what_is_encrypted_cannot_be_read_or_changed_on_its_way():
     content = torch.full((40_000,), 42, dtype=torch.uint8)
     passed, should_change = [], threading.Event()
