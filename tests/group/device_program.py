@@ -45,7 +45,7 @@ def train(group, device, name):
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
     losses = []
     with strategy.attach(model, optimizer, stays=True):
-        # whose workers do not wait mix what is there: how soon they learn is a matter of who gets the processor
+        # where workers do not wait, how soon they learn depends on who gets the processor
         for number in range(20 if strategy.is_lockstep else 200):
             if number >= 20 and losses[-1] < 0.7 * losses[0]:
                 break
