@@ -92,7 +92,9 @@ def asked(monkeypatch, tmp_path):
     configs = []
     monkeypatch.setattr(module, "run_and_tell", lambda typed, benchmark, plan: configs.append(plan.config))
     monkeypatch.setattr(by_hand, "serve_by_hand", lambda role, config, say: configs.append(config) or {})
-    return configs
+    interval_s = sys.getswitchinterval()
+    yield configs
+    sys.setswitchinterval(interval_s)  # `shoal serve` takes the process for its own
 
 
 def test_every_document_has_commands():
