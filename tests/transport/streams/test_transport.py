@@ -128,7 +128,8 @@ def test_calls_that_failed_keep_nothing_of_their_callers(run):
         return kept
 
     async def through(transport, target, held):
-        await transport.call(target, "no such method", deadline=Deadline.after(10))
+        how = transport.call if isinstance(target, Address) else transport.call_over
+        await how(target, "no such method", deadline=Deadline.after(10))
 
     async def main():
         async with StreamTransport() as server, StreamTransport() as client:
@@ -140,8 +141,10 @@ def test_calls_that_failed_keep_nothing_of_their_callers(run):
                 gc.disable()
                 try:
                     kept = [await fail(client, target) for target in (nowhere, there)]
+                    (connection,) = client._dialed.values()  # as those have it that a relay has told of one
+                    kept.append(await fail(client, connection))
                     await asyncio.sleep(0.05)
-                    assert [one() for one in kept] == [None, None]
+                    assert [one() for one in kept] == [None, None, None]
                 finally:
                     gc.enable()
 

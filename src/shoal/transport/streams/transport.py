@@ -258,9 +258,8 @@ class StreamTransport(Transport):
                     return await call.answer
                 finally:
                     calling.end(call)
-                    del (
-                        call
-                    )  # its answer may be an error, whose traceback has this frame: nobody would end it
+                    # its answer may be an error, whose traceback has this frame: nobody would end it
+                    del call
             except ConnectionRetired:
                 if attempt == _DIAL_ATTEMPTS - 1:
                     raise connection.error_for(method) from None
@@ -276,6 +275,7 @@ class StreamTransport(Transport):
                 return await call.answer
             finally:
                 connection.calling.end(call)
+                del call  # as in `call`
         except ConnectionRetired:
             raise connection.error_for(method) from None
 
