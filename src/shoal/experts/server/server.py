@@ -186,13 +186,11 @@ class ExpertServer:
 
         Returns the expert, the number of samples, and what is known of plain tensors.
         """
-        if self.is_leaving:
-            raise _leaving()
+        self._check_open()
         request: ForwardRequest = head.payload
-        expert = self.experts.get(request.uid) or self._expert(request.uid)
+        expert = self._expert(request.uid)
         if (known := fitting(expert.schema.inputs, request.inputs, head.sizes)) is not None:
-            if known.num_samples > self.settings.max_batch_size or request.codec != PLAIN:
-                self._check_batch(known.num_samples, request.codec)
+            self._check_batch(known.num_samples, request.codec)
             return expert, known.num_samples, known
         num_samples = expert.schema.check_inputs(specs_of(request.inputs))
         self._check_batch(num_samples, request.codec)
@@ -200,8 +198,7 @@ class ExpertServer:
         return expert, num_samples, None
 
     def _check_backward(self, head: Head) -> tuple[Expert, int, Fitting | None]:
-        if self.is_leaving:
-            raise _leaving()
+        self._check_open()
         request: BackwardRequest = head.payload
         expert = self._expert(request.uid)
         schema, metas = expert.schema, (*request.grad_outputs, *request.inputs)
@@ -284,8 +281,7 @@ class ExpertServer:
     def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter | Reply:
         """Have a job done, or wait for one that is under way."""
         try:
-            if self.is_leaving:
-                raise _leaving()
+            self._check_open()
             if (
                 not is_again
                 and self._queue.num_waiting == 0
@@ -334,6 +330,10 @@ class ExpertServer:
             self._num_open -= 1
             if self._num_open == 0 and self._when_all_sent is not None:
                 self._when_all_sent()
+
+    def _check_open(self) -> None:
+        if self.is_leaving:
+            raise _leaving()
 
     # --- on the device's thread ---
 
